@@ -34,6 +34,7 @@ class ErrorCode(enum.StrEnum):
     LAYOUT_MISMATCH = "layout_mismatch"
     PROTOCOL_VERSION = "protocol_version"
     PROTOCOL_ERROR = "protocol_error"
+    NO_SESSION = "no_session"
     REVOKED = "revoked"
     CHECKSUM_MISMATCH = "checksum_mismatch"
     CLAIMED = "claimed"

@@ -177,6 +177,16 @@ class Cancel(Frame, frozen=True):
     transfer: Number
 
 
+class Close(Frame, frozen=True):
+    """Engine: I have left this transfer and write into its slots no more. Sent once for every Open, whatever happened.
+
+    Until it comes, or the engine's process has died, no slot that the engine may be filling is given to anybody else.
+    A transfer that has not ended is cancelled by it.
+    """
+
+    transfer: Number
+
+
 class Ended(Frame, frozen=True):
     """Daemon: the transfer is over. Without an error everything has landed, was acknowledged, and the proxy is told."""
 
@@ -229,7 +239,7 @@ class Release(Frame, frozen=True):
     claim: Number
 
 
-EngineFrame = Attach | Open | Stage | Filled | Touch | Cancel | CancelRequest | Claim | Release | StatsRequest
+EngineFrame = Attach | Open | Stage | Filled | Touch | Cancel | Close | CancelRequest | Claim | Release | StatsRequest
 DaemonFrame = Attached | Rejected | Staged | StageDeferred | Ended | Claimed | ClaimFailed | TransferEvent | Stats
 
 CLAIMED_CHUNKS_MAX: Final = 4096  # in one Claimed frame

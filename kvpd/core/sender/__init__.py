@@ -1,0 +1,15 @@
+"""The sender's decisions, in layers: each module uses only those before it.
+
+base     the records, the deadlines, the way to send and to report
+ending   cancels, drains, ends, and the proxy's notification
+peers    sessions, leases, revocations
+moving   a request is opened, its batches allocated, staged, put and acknowledged
+core     SenderCore: one event in, its actions out
+
+They share: records (peers, transfers, batches, pieces), staging (who gets slots next), notifier.
+"""
+
+from kvpd.core.sender.core import SenderCore
+from kvpd.core.sender.settings import SenderSettings
+
+__all__ = ["SenderCore", "SenderSettings"]

@@ -1,0 +1,168 @@
+"""The sender's core: events in, actions out, time as an argument."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from kvpd.core.events import DrainExpired, DrainRequested, RequestCancelled, TimePassed
+from kvpd.core.messages import Ack, AllocResponse, Message, PeerMessage, RevokeNotif, Welcome
+from kvpd.core.sender import events as ev
+from kvpd.core.sender.events import SenderAction, SenderEvent
+from kvpd.core.sender.moving import Moving
+from kvpd.core.sender.records import Peer, PeerState
+from kvpd.errors import ErrorCode, transfer_error
+
+
+class SenderCore(Moving):
+    """One sender's decisions."""
+
+    def handle(self, event: SenderEvent, *, now: float) -> list[SenderAction]:
+        """Decide about one event. `now`: seconds on a clock that never goes back and does not stop in suspend."""
+        match event:
+            case ev.OpenRequested():
+                self._open(event, now)
+            case ev.StageRequested() | ev.TransferTouched() | ev.CancelRequested():
+                self._engine_spoke(event, now)
+            case ev.PieceFilled(number, piece):
+                self._piece_filled(number, piece, now)
+            case ev.EngineLetGo(number):
+                self._engine_let_go(number)
+            case RequestCancelled(req_id):
+                for transfer in [t for t in self._transfers.values() if t.req_id == req_id]:
+                    self._cancel(transfer, transfer_error(ErrorCode.CANCELLED, "cancelled by the prefill engine"))
+            case ev.PeerMessageReceived(receiver, message):
+                self._message_received(receiver, message, now)
+            case ev.PeerMessageRejected(receiver, detail):
+                if (peer := self._peers.get(receiver)) is not None:
+                    self._peer_misbehaved(peer, detail)
+            case ev.EndpointOpened() | ev.EndpointBroken():
+                self._endpoint_changed(event, now)
+            case ev.PutsCompleted():
+                self._puts_completed(event, now)
+            case ev.PutsFailed():
+                self._puts_failed(event)
+            case ev.PutsDrained(number, drained):
+                self._puts_drained(number, now, drained=drained)
+            case ev.ProxyAcknowledged():
+                self._proxy_acknowledged(event, now)
+            case ev.ClockJumped(gap_s):
+                self._clock_jumped(gap_s)
+            case TimePassed():
+                self._time_passed(now)
+            case DrainRequested():
+                self._draining = True
+            case DrainExpired():
+                self._cancel_all(transfer_error(ErrorCode.DRAINING, "this sender is shutting down"))
+            case _:
+                assert_never(event)
+        self._grant_waiting()
+        self.staging.check()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def next_deadline(self) -> float | None:
+        """When `handle(TimePassed())` must be called next, or None."""
+        return self._timers.next_at()
+
+    @property
+    def transfer_count(self) -> int:
+        """Transfers that are not gone."""
+        return len(self._transfers)
+
+    @property
+    def peer_count(self) -> int:
+        """Receivers that this sender speaks to, or tries to."""
+        return len(self._peers)
+
+    @property
+    def notifications_pending(self) -> int:
+        """Notifications that no proxy has acknowledged yet."""
+        return self._notifier.pending_count
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way, every receiver and every proxy knows what it must know."""
+        return not self._transfers and not self._notifier.pending_count
+
+    @property
+    def is_clean(self) -> bool:
+        """Invariant 10: no transfer, no notification, every staging slot free."""
+        return self._is_settled and self.staging.free_count == self.staging.total_slots
+
+    def audit(self) -> None:
+        """All invariants by a full scan, for tests and simulation."""
+        self.staging.audit()
+        held = [s for t in self._transfers.values() for p in t.pieces.values() for s in p.staging_slots]
+        held += [slot for _, slots in self._lingering.values() for slot in slots]
+        assert len(held) == len(set(held)), "a staging slot has two holders"
+        assert len(held) + self.staging.free_count == self.staging.total_slots, "staging slots without a holder"
+
+    def _engine_spoke(self, event: ev.StageRequested | ev.TransferTouched | ev.CancelRequested, now: float) -> None:
+        """About a transfer that is live here; one that has ended was told so already."""
+        transfer = self._transfers.get(event.transfer_no)
+        if transfer is None or not transfer.is_live:
+            return
+        match event:
+            case ev.StageRequested():
+                self._stage(transfer, event, now)
+            case ev.TransferTouched():
+                self._touch(transfer, now)
+            case ev.CancelRequested(_, code, detail):
+                self._cancel(transfer, transfer_error(code, detail))
+
+    def _message_received(self, receiver: str, message: Message, now: float) -> None:
+        peer = self._peers.get(receiver)
+        if peer is None:
+            return  # its channel is being closed
+        if not isinstance(message, PeerMessage) or not isinstance(message, Welcome | AllocResponse | Ack | RevokeNotif):
+            self._peer_misbehaved(peer, f"{type(message).__name__} is no message for a sender")
+            return
+        if not self._is_meant(peer, message):
+            return
+        match message:
+            case Welcome():
+                self._welcome(peer, message, now)
+            case AllocResponse():
+                self._alloc_response(peer, message, now)
+            case Ack():
+                self._ack(peer, message, now)
+                if peer.state is not PeerState.LOST:
+                    self._answered(peer, message, now)
+            case RevokeNotif():
+                self._revoke_notif(peer, message, now)
+
+    def _endpoint_changed(self, event: ev.EndpointOpened | ev.EndpointBroken, now: float) -> None:
+        peer = self._peers.get(event.receiver)
+        if peer is None or peer.endpoint != event.endpoint:
+            return  # of a session that is over
+        if isinstance(event, ev.EndpointBroken):
+            self._lose_peer(peer, ErrorCode.TRANSPORT_FAILED, event.detail[:1024])
+        elif peer.state is PeerState.WELCOMED:
+            self._endpoint_opened(peer, now)
+
+    def _clock_jumped(self, gap_s: float) -> None:
+        """While the loop stood still leases ran on: cut every endpoint before anything else is put."""
+        for peer in list(self._peers.values()):
+            if peer.state is not PeerState.CONNECTING and gap_s > peer.put_deadline_s:
+                self._lose_peer(peer, ErrorCode.PEER_LOST, f"this process stood still for {gap_s:.3g} s")
+
+    def _time_passed(self, now: float) -> None:
+        while (deadline := self._timers.pop_due(now)) is not None:
+            match deadline:
+                case ("request", number):
+                    detail = f"not done within request_timeout_s of {self.settings.request_timeout_s:g} s"
+                    self._cancel(self._transfers[number], transfer_error(ErrorCode.REQUEST_TIMEOUT, detail))
+                case ("notify", _):
+                    self._notify_due(now)
+                case ("connect", receiver):
+                    self._connect_due(self._peers[receiver])
+                case ("repeat", receiver):
+                    self._repeat_due(self._peers[receiver], now)
+                case ("heartbeat", receiver):
+                    self._heartbeat_due(self._peers[receiver], now)
+                case ("fence", receiver):
+                    self._fence_due(self._peers[receiver], now)
+
+    def peer_of(self, receiver: str) -> Peer | None:
+        """The session with this receiver, for tests and statistics."""
+        return self._peers.get(receiver)

@@ -1,0 +1,169 @@
+"""Ends: how a transfer is cancelled, drained and settled, whatever state it is in.
+
+Cancelling is one path for every reason. The engine is told at once; the puts in flight drain, bounded by the put
+deadline; then the receiver is told, until it answers. Staging slots are free again only when nobody can read or write
+them: a put's when the put has ended, an unfilled one when the engine has let go of the transfer.
+"""
+
+from __future__ import annotations
+
+from kvpd.core.events import Report, ReportName, TransferId
+from kvpd.core.messages import CancelNotif, ProxyNotif
+from kvpd.core.sender import events as ev
+from kvpd.core.sender.base import SenderBase
+from kvpd.core.sender.records import Peer, PeerState, Piece, PieceState, Transfer
+from kvpd.core.states import SenderCause, SenderState
+from kvpd.errors import ErrorCode, TransferError, transfer_error
+
+_DEFAULT_PUT_DEADLINE_S = 4.0  # of a receiver that has not said its own: nothing can be in flight to it
+
+
+class Ending(SenderBase):
+    """Cancels, ends and notifications."""
+
+    def _cancel(self, transfer: Transfer, error: TransferError) -> None:
+        """Begin the end of a live transfer; harmless for one that is ending already."""
+        if not transfer.is_live:
+            return
+        peer = transfer.peer
+        transfer.move(SenderCause.CANCEL)
+        transfer.error = error
+        self._timers.clear(("request", transfer.number))
+        for stage in transfer.batches:
+            self.staging.withdraw((transfer.number, stage), peer.receiver)
+        transfer.batches.clear()
+        self._stop_repeating(transfer)
+        name = ReportName.TRANSFER_CANCELLED if error.code is ErrorCode.CANCELLED else ReportName.TRANSFER_FAILED
+        self._report_of(name, transfer, code=error.code, detail=error.detail)
+        self._actions.append(ev.FinishTransfer(transfer.number, error))
+        self._actions.append(ev.CancelTransfer(transfer.number, peer.put_deadline_s or _DEFAULT_PUT_DEADLINE_S))
+
+    def _stop_repeating(self, transfer: Transfer) -> None:
+        """Nothing that was asked for a transfer matters once it is over. A reply that still comes finds no question."""
+        for message_id in transfer.unanswered:
+            transfer.peer.outbox.answer(message_id)
+        transfer.unanswered.clear()
+
+    def _tell_receiver(self, transfer: Transfer, now: float, *, drained: bool) -> None:
+        """The puts have ended: say so to the receiver, if it can know of the transfer at all."""
+        peer = transfer.peer
+        transfer.puts_drained = True
+        for piece in list(transfer.pieces.values()):
+            if piece.state is not PieceState.FILLING or transfer.engine_let_go:
+                self._drop_piece(transfer, piece)
+        if transfer.open_sent and peer.state is not PeerState.LOST:
+            assert transfer.error is not None
+            notif = self._cancel_notif(peer, transfer.number, transfer.error.code, drained=drained)
+            if drained:
+                transfer.cancel_id = notif.message_id
+                self._send_until_answered(peer, notif, now)
+            else:
+                self._send(peer, notif)
+        self._settle(transfer)
+
+    def _cancel_notif(self, peer: Peer, number: int, reason: ErrorCode, *, drained: bool) -> CancelNotif:
+        return CancelNotif(self.settings.incarnation, peer.incarnation, self._message_id(), number, (), reason, drained)
+
+    def _settle(self, transfer: Transfer) -> None:
+        """Forget an ending transfer once its puts are drained and the receiver knows, or cannot know."""
+        if not transfer.puts_drained or transfer.cancel_id is not None:
+            return
+        transfer.move(SenderCause.SETTLED)
+        self._forget(transfer)
+        filling = [slot for piece in transfer.pieces.values() for slot in piece.staging_slots]
+        if filling:
+            self._lingering[transfer.number] = (transfer.peer.receiver, filling)
+
+    def _forget(self, transfer: Transfer) -> None:
+        del self._transfers[transfer.number]
+        del transfer.peer.transfers[transfer.number]
+
+    def _drop_piece(self, transfer: Transfer, piece: Piece) -> None:
+        """Nobody reads or writes the piece's staging slots any more."""
+        self.staging.give_back(transfer.peer.receiver, piece.staging_slots)
+        del transfer.pieces[piece.number]
+
+    def _engine_let_go(self, number: int) -> None:
+        """The engine writes into none of the transfer's slots any more."""
+        receiver, slots = self._lingering.pop(number, ("", []))
+        self.staging.give_back(receiver, slots)
+        transfer = self._transfers.get(number)
+        if transfer is None:
+            return
+        transfer.engine_let_go = True
+        self._cancel(transfer, transfer_error(ErrorCode.CANCELLED, "the engine left the transfer"))
+        for piece in list(transfer.pieces.values()):
+            if piece.state is PieceState.FILLING:
+                self._drop_piece(transfer, piece)
+
+    def _finish_if_acknowledged(self, transfer: Transfer, now: float) -> None:
+        """Once everything has landed and was acknowledged, the engine and the proxy are told, in that order, once."""
+        if not transfer.last_seen or transfer.acknowledged < transfer.total_chunks:
+            return
+        transfer.move(SenderCause.ALL_ACKNOWLEDGED)
+        self._timers.clear(("request", transfer.number))
+        self._stop_repeating(transfer)
+        self._forget(transfer)
+        self._actions.append(ev.FinishTransfer(transfer.number))
+        self._report_of(
+            ReportName.TRANSFER_DONE,
+            transfer,
+            seconds=now - transfer.opened_at,
+            admission_s=transfer.admitted_at - transfer.opened_at,
+            chunks=transfer.total_chunks,
+            bytes=transfer.bytes_put,
+        )
+        self._notify(transfer, now)
+
+    # -------------------------------------------------------------- the proxy
+
+    def _notify(self, transfer: Transfer, now: float) -> None:
+        address = transfer.notify or self.settings.proxy_address
+        if address is None:
+            return
+        message = ProxyNotif(
+            req_id=transfer.req_id,
+            message_id=self._message_id(),
+            receiver_id=transfer.peer.receiver_id,
+            sender_id=self.settings.sender_id,
+            sender_incarnation=self.settings.incarnation,
+            transfer_no=transfer.number,
+        )
+        if self.settings.notify_is_acknowledged and not self._notifier.add(address, message, now=now):
+            self._report_dropped(address, message, "the proxy's queue is full")
+        self._actions.append(ev.NotifyProxy(address, message))
+        self._report_of(ReportName.PROXY_NOTIFIED, transfer, proxy=address)
+        self._arm_notifier()
+
+    def _arm_notifier(self) -> None:
+        next_at = self._notifier.next_at()
+        if next_at is None:
+            self._timers.clear(("notify", None))
+        else:
+            self._timers.set(("notify", None), next_at)
+
+    def _notify_due(self, now: float) -> None:
+        again, dropped = self._notifier.due(now)
+        self._actions += [ev.NotifyProxy(address, message) for address, message in again]
+        for address, message in dropped:
+            self._report_dropped(address, message, f"no answer for {self.settings.notify_give_up_s:g} s")
+        self._arm_notifier()
+
+    def _report_dropped(self, address: str, message: ProxyNotif, detail: str) -> None:
+        identity = TransferId(message.sender_id, message.sender_incarnation, message.transfer_no)
+        self._actions.append(
+            Report(ReportName.PROXY_NOTIFICATION_DROPPED, identity, message.req_id, address, {"detail": detail})
+        )
+
+    def _proxy_acknowledged(self, event: ev.ProxyAcknowledged, now: float) -> None:
+        if event.sender_incarnation == self.settings.incarnation:
+            self._notifier.acknowledged(event.proxy, event.message_id, now=now)
+            self._arm_notifier()
+
+    @property
+    def _is_settled(self) -> bool:
+        return not self._transfers and not self._lingering and not self._notifier.pending_count
+
+    def _cancel_all(self, error: TransferError) -> None:
+        for transfer in [t for t in self._transfers.values() if t.state is not SenderState.CANCELLING]:
+            self._cancel(transfer, error)

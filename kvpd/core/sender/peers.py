@@ -1,0 +1,185 @@
+"""Peers: a session with a receiver from Hello on, and when this sender stops believing in it.
+
+A sender fences itself: its view of its lease runs from when it *sent* the newest message that was acknowledged, and
+well before the receiver may give its slots away it begins no more puts and cuts the endpoint. A receiver that is lost
+is forgotten whole; the next transfer to it says Hello anew.
+"""
+
+from __future__ import annotations
+
+from kvpd.core.events import ReportName
+from kvpd.core.messages import PROTOCOL_VERSION, Ack, Heartbeat, PeerMessage, RevokeNotif, Welcome
+from kvpd.core.outbox import Outbox
+from kvpd.core.sender import events as ev
+from kvpd.core.sender.ending import Ending
+from kvpd.core.sender.records import Peer, PeerState, PieceState, Transfer
+from kvpd.errors import ErrorCode, transfer_error
+
+
+class Peers(Ending):
+    """Sessions, leases and revocations."""
+
+    def _connect(self, receiver: str, now: float) -> Peer:
+        peer = Peer(receiver, self._message_id(), Outbox(self.settings.hello_repeat_s))
+        self._peers[receiver] = peer
+        self._actions.append(ev.ConnectPeer(receiver))
+        self._timers.set(("connect", receiver), now + self.settings.connect_timeout_s)
+        return peer
+
+    def _say_hello(self, peer: Peer, now: float) -> None:
+        self._send_until_answered(peer, self._hello(peer), now)
+
+    def _lose_peer(self, peer: Peer, code: ErrorCode, detail: str, retry_after_s: float | None = None) -> None:
+        """Forget a receiver: cut its endpoint, end its transfers. What is at the receiver ends there by its lease."""
+        if peer.state is PeerState.LOST:
+            return
+        had_endpoint = peer.endpoint != 0
+        was_up = peer.state is PeerState.UP
+        peer.state = PeerState.LOST
+        del self._peers[peer.receiver]
+        self._timers.clear(("connect", peer.receiver))
+        self._timers.clear(("repeat", peer.receiver))
+        self._timers.clear(("heartbeat", peer.receiver))
+        self._timers.clear(("fence", peer.receiver))
+        if had_endpoint:
+            self._actions.append(ev.CloseEndpoint(peer.receiver, peer.endpoint))
+        for transfer in list(peer.transfers.values()):
+            self._cancel(transfer, transfer_error(code, detail, retry_after_s))
+            transfer.cancel_id = None  # nobody is there to answer
+            if transfer.puts_drained:
+                self._settle(transfer)
+        self._actions.append(ev.DisconnectPeer(peer.receiver))
+        if was_up:
+            self._report(ReportName.SESSION_ENDED, peer.receiver, code=code, detail=detail)
+
+    def _puts_drained(self, number: int, now: float, *, drained: bool) -> None:
+        transfer = self._transfers.get(number)
+        if transfer is None or transfer.is_live or transfer.puts_drained:
+            return
+        peer = transfer.peer
+        self._tell_receiver(transfer, now, drained=drained)
+        if not drained:
+            # The endpoint was cut off, so the session is of no use; its end at the receiver is what fences its slots.
+            detail = f"puts did not drain within {peer.put_deadline_s:g} s: the endpoint was cut off"
+            self._lose_peer(peer, ErrorCode.TRANSPORT_FAILED, detail)
+
+    # -------------------------------------------------------------- messages
+
+    def _peer_misbehaved(self, peer: Peer, detail: str) -> None:
+        self._report(ReportName.PEER_REJECTED, peer.receiver, detail=detail[:256])
+        self._lose_peer(peer, ErrorCode.PROTOCOL_ERROR, detail[:1024])
+
+    def _is_meant(self, peer: Peer, message: PeerMessage) -> bool:
+        """Whether a message belongs to this session. One of a restarted receiver ends it."""
+        if message.sender_incarnation != self.settings.incarnation:
+            return False
+        if peer.state is PeerState.CONNECTING:
+            return message.message_id == peer.hello_id and isinstance(message, Welcome | Ack)
+        if message.receiver_incarnation != peer.incarnation:
+            if isinstance(message, Ack) and message.message_id > peer.hello_id:
+                self._lose_peer(peer, ErrorCode.PEER_LOST, "the receiver has restarted")
+            return False
+        return True
+
+    def _welcome(self, peer: Peer, message: Welcome, now: float) -> None:
+        hello = peer.outbox.answer(message.message_id)
+        if hello is None or peer.state is not PeerState.CONNECTING:
+            return  # a repeat
+        problem = self._welcome_problem(message)
+        if problem is not None:
+            self._lose_peer(peer, *problem)
+            return
+        self._timers.clear(("connect", peer.receiver))
+        peer.state = PeerState.WELCOMED
+        peer.receiver_id, peer.incarnation = message.receiver_id, message.receiver_incarnation
+        peer.total_chunks = message.total_chunks
+        peer.lease_s, peer.put_deadline_s = message.lease_s, message.put_deadline_s
+        peer.lease_from = hello.at
+        peer.outbox = Outbox(peer.lease_s / 3)
+        self._arm_repeat(peer)
+        self._timers.set(("heartbeat", peer.receiver), now + peer.lease_s / 3)
+        self._timers.set(("fence", peer.receiver), self._fence_at(peer))
+        peer.endpoint = self._next_endpoint
+        self._next_endpoint += 1
+        self._actions.append(ev.OpenEndpoint(peer.receiver, peer.endpoint, message.regions))
+
+    def _welcome_problem(self, message: Welcome) -> tuple[ErrorCode, str] | None:
+        """Why this receiver cannot be put to, with both sides' values."""
+        settings = self.settings
+        if message.protocol_version != PROTOCOL_VERSION:
+            detail = f"the receiver speaks version {message.protocol_version}, this sender {PROTOCOL_VERSION}"
+            return ErrorCode.PROTOCOL_VERSION, detail
+        if (message.chunk_bytes, message.layout) != (settings.chunk_bytes, settings.layout):
+            detail = (
+                f"the receiver has chunk_bytes {message.chunk_bytes} and layout {message.layout[:512]!r}, "
+                f"this sender {settings.chunk_bytes} and {settings.layout[:512]!r}"
+            )
+            return ErrorCode.LAYOUT_MISMATCH, detail
+        if any(region.length < message.total_chunks * message.chunk_bytes for region in message.regions):
+            return ErrorCode.PROTOCOL_ERROR, "the receiver's regions are smaller than its chunks"
+        if message.put_deadline_s >= message.lease_s / 2:
+            detail = f"put_deadline_s {message.put_deadline_s:g} is not below half of lease_s {message.lease_s:g}"
+            return ErrorCode.PROTOCOL_ERROR, detail
+        return None
+
+    def _ack(self, peer: Peer, message: Ack, now: float) -> None:
+        error = message.error
+        if error is not None and (message.message_id == peer.hello_id or error.code is ErrorCode.NO_SESSION):
+            # The Hello was refused, or the session that it opened is over.
+            code = ErrorCode.PEER_LOST if error.code is ErrorCode.NO_SESSION else error.code
+            self._lose_peer(peer, code, error.detail, error.retry_after_s)
+            return
+        sent_at = peer.heartbeats.pop(message.message_id, None)
+        if sent_at is not None:
+            peer.lease_from = max(peer.lease_from, sent_at)
+
+    def _revoke_notif(self, peer: Peer, message: RevokeNotif, now: float) -> None:
+        transfer = peer.transfers.get(message.transfer_no)
+        if transfer is not None:
+            detail = f"the receiver revoked it: {message.detail}"
+            self._cancel(transfer, transfer_error(message.reason, detail))
+        else:
+            # It ended here before: its puts had all drained then, or this session would be no more.
+            self._send(peer, self._cancel_notif(peer, message.transfer_no, message.reason, drained=True))
+
+    # -------------------------------------------------------------- time
+
+    def _fence_at(self, peer: Peer) -> float:
+        return peer.lease_from + peer.lease_s - peer.put_deadline_s
+
+    def _fence_due(self, peer: Peer, now: float) -> None:
+        at = self._fence_at(peer)
+        if at > now:
+            self._timers.set(("fence", peer.receiver), at)
+            return
+        silent_s = now - peer.lease_from
+        detail = f"no message was acknowledged for {silent_s:.3g} s of a lease of {peer.lease_s:g} s"
+        self._lose_peer(peer, ErrorCode.PEER_LOST, detail)
+
+    def _connect_due(self, peer: Peer) -> None:
+        detail = f"no Welcome from {peer.receiver} within {self.settings.connect_timeout_s:g} s"
+        self._lose_peer(peer, ErrorCode.PEER_LOST, detail)
+
+    def _heartbeat_due(self, peer: Peer, now: float) -> None:
+        in_flight = tuple((t.number, puts) for t in peer.transfers.values() if (puts := _puts_in_flight(t)))
+        message = Heartbeat(
+            self.settings.incarnation,
+            peer.incarnation,
+            self._message_id(),
+            oldest_live=self._oldest_live(peer),
+            in_flight=in_flight[:16384],
+        )
+        # Answers to heartbeats older than the lease prove nothing that still matters.
+        peer.heartbeats = {n: at for n, at in peer.heartbeats.items() if at + peer.lease_s > now}
+        peer.heartbeats[message.message_id] = now
+        self._timers.set(("heartbeat", peer.receiver), now + peer.lease_s / 3)
+        self._send(peer, message)
+
+    def _repeat_due(self, peer: Peer, now: float) -> None:
+        for message in peer.outbox.due(now):
+            self._send(peer, message)
+        self._arm_repeat(peer)
+
+
+def _puts_in_flight(transfer: Transfer) -> int:
+    return sum(len(piece.puts) for piece in transfer.pieces.values() if piece.state is PieceState.WRITING)

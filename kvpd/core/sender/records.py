@@ -1,0 +1,137 @@
+"""What a sender remembers: its peers (the receivers it speaks to), its transfers, their batches and pieces."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from kvpd.core.messages import AllocRequest, CancelNotif, Hello, WriteDone
+from kvpd.core.outbox import Outbox
+from kvpd.core.sender.events import StagedSlot
+from kvpd.core.states import SENDER_TRANSITIONS, SenderCause, SenderState, advance
+from kvpd.errors import TransferError
+
+
+class PeerState(enum.Enum):
+    """How far a sender is with one receiver."""
+
+    CONNECTING = "connecting"  # Hello is out
+    WELCOMED = "welcomed"  # its endpoint is being made
+    UP = "up"
+    LOST = "lost"  # nothing of it is acted on; a new open starts afresh
+
+
+Repeated = Hello | AllocRequest | WriteDone | CancelNotif
+
+
+@attrs.define(eq=False)
+class Peer:
+    """One session with one receiver, from Hello on."""
+
+    receiver: str  # its address
+    hello_id: int
+    outbox: Outbox[Repeated]
+    state: PeerState = PeerState.CONNECTING
+    receiver_id: str = ""
+    incarnation: int = 0
+    total_chunks: int = 0
+    lease_s: float = 0.0
+    put_deadline_s: float = 0.0
+    endpoint: int = 0
+    # When the newest message that was acknowledged had been sent: the receiver's patience runs from there or later.
+    lease_from: float = 0.0
+    heartbeats: dict[int, float] = attrs.field(factory=dict)  # message_id → sent at, unanswered
+    transfers: dict[int, Transfer] = attrs.field(factory=dict)  # by number, which grows: the first is the oldest
+
+
+class PieceState(enum.Enum):
+    """How far a piece is."""
+
+    FILLING = "filling"  # the engine writes into its staging slots
+    WRITING = "writing"  # its puts are in flight
+    ACKING = "acking"  # landed; WriteDone is out
+
+
+@attrs.define(eq=False)
+class Piece:
+    """Some consecutive chunks of a batch that are staged, put and acknowledged together."""
+
+    number: int
+    first_chunk: int
+    entries: tuple[StagedSlot | None, ...]  # None: the receiver has that chunk already
+    state: PieceState = PieceState.FILLING
+
+    @property
+    def puts(self) -> tuple[StagedSlot, ...]:
+        """What travels."""
+        return tuple(entry for entry in self.entries if entry is not None)
+
+    @property
+    def staging_slots(self) -> list[int]:
+        """The slots that it holds until its puts have ended."""
+        return [entry.local for entry in self.puts] if self.state is not PieceState.ACKING else []
+
+
+@attrs.define(eq=False)
+class Batch:
+    """One stage of a transfer: from its AllocRequest until the last of its chunks is staged."""
+
+    stage: int
+    first_chunk: int
+    keys: tuple[bytes, ...]
+    last_chunk_bytes: int
+    remote_indexes: tuple[int, ...] | None = None  # None until allocated
+    cursor: int = 0  # chunks staged
+    is_waiting: bool = False  # in line for staging
+    was_deferred: bool = False
+
+    @property
+    def slots_wanted(self) -> int:
+        """Staging slots that the rest of it needs; only once allocated."""
+        assert self.remote_indexes is not None
+        return sum(index >= 0 for index in self.remote_indexes[self.cursor :])
+
+
+@attrs.define(eq=False)
+class Transfer:
+    """One transfer at the sender."""
+
+    number: int
+    engine: int
+    req_id: str
+    peer: Peer
+    total_chunks: int
+    notify: str | None
+    opened_at: float
+    state: SenderState = SenderState.OPENING
+    open_sent: bool = False
+    admitted_at: float = 0.0
+    batches: dict[int, Batch] = attrs.field(factory=dict)  # by stage; not fully staged
+    last_stage: int = -1
+    next_chunk: int = 0
+    last_seen: bool = False
+    acknowledged: int = 0  # chunks
+    bytes_put: int = 0
+    pieces: dict[int, Piece] = attrs.field(factory=dict)
+    next_piece: int = 0
+    unanswered: set[int] = attrs.field(factory=set)  # message ids in the peer's outbox
+    touch_id: int | None = None
+    puts_drained: bool = False
+    cancel_id: int | None = None  # the CancelNotif that is unanswered
+    engine_let_go: bool = False
+    error: TransferError | None = None
+
+    def move(self, cause: SenderCause) -> None:
+        """To the state that the table allows."""
+        self.state = advance(SENDER_TRANSITIONS, self.state, cause)
+
+    @property
+    def is_live(self) -> bool:
+        """Neither over nor ending."""
+        return self.state in (SenderState.OPENING, SenderState.TRANSFERRING)
+
+    @property
+    def is_filling(self) -> bool:
+        """The engine holds slots that it has not filled."""
+        return any(piece.state is PieceState.FILLING for piece in self.pieces.values())

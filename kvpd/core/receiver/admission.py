@@ -17,12 +17,14 @@ class Admission(Peers):
 
     def _alloc_request(self, session: Session, message: AllocRequest, now: float) -> None:
         transfer = session.transfers.get(message.transfer_no)
+        transfer_id = session.transfer_id(message.transfer_no)
         if transfer is not None:
             self._batch(session, transfer, message, now)
             return
         if message.transfer_no in session.outcomes:
             self._answer_gone(session, message)
-        elif not message.open or message.transfer_no < session.oldest_live:
+        elif not message.open or message.transfer_no < session.oldest_live or self._book.get(transfer_id) is not None:
+            # The last: an earlier session of this incarnation opened it, and it is read or in quarantine still.
             detail = f"transfer {message.transfer_no} is not known here"
             self._answer_error(session, message, ErrorInfo(ErrorCode.PEER_LOST, detail))
         else:
@@ -43,7 +45,8 @@ class Admission(Peers):
         transfer_id = session.transfer_id(message.transfer_no)
         refusal = self._admission_refusal(session, message)
         if refusal is not None:
-            session.ended(message.transfer_no, refusal)
+            if len(session.outcomes) < self.settings.outcomes_max:
+                session.ended(message.transfer_no, refusal)
             self._answer_error(session, message, refusal)
             self._report(
                 ReportName.TRANSFER_REFUSED,
@@ -110,13 +113,12 @@ class Admission(Peers):
         try:
             self._book.batch(transfer, message)
         except BatchRefused as exc:
-            transfer.unanswered.pop(message.message_id, None)
             self._answer_error(session, message, exc.info)
             if transfer.state in (ReceiverState.QUEUED, ReceiverState.ADMITTED):
                 self._roll_back(transfer, exc.info, now, fenced=False, tell=True)
             return
         if transfer.state is ReceiverState.QUEUED:
-            transfer.unanswered[message.message_id] = message
+            transfer.unanswered[message.first_chunk if message.keys else -1] = message
             return
         if transfer.state is ReceiverState.ADMITTED:
             self._book.progressed(transfer, now=now)

@@ -69,6 +69,10 @@ class ReceiverCore(Admission):
         """Sessions, closing ones included."""
         return len(self._sessions)
 
+    def holds(self, engine: int) -> bool:
+        """Whether the engine may be reading any slot."""
+        return bool(self._desk.held_by(engine))
+
     @property
     def is_idle(self) -> bool:
         """Nothing is on its way, waiting to be read or being read."""

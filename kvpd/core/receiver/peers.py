@@ -103,7 +103,8 @@ class Peers(Rollback):
             for transfer in list(session.transfers.values()):
                 if transfer.state is ReceiverState.REVOKED:
                     self._fence(transfer, now)
-        self._forget_if_settled(session)
+        if self._sessions.numbered(session_no) is not None:  # the last fence may have forgotten it already
+            self._forget_if_settled(session)
 
     def _heartbeat(self, session: Session, message: Heartbeat, now: float) -> None:
         session.advance_oldest_live(message.oldest_live)

@@ -104,10 +104,10 @@ class Reading(ReceiverBase):
             held = self._desk.let_go(key)
             assert held is not None
             transfer = held.transfer
-            if transfer.returned:
+            if held.rank in transfer.ranks_returned:
                 self._release_if_read(transfer, now)
                 continue
-            transfer.returned = True
+            transfer.ranks_returned.add(held.rank)
             transfer.ranks_unclaimed.add(held.rank)
             if not transfer.ranks_reading and len(transfer.ranks_unclaimed) == self.settings.ranks:
                 transfer.move(ReceiverCause.RETURN)

@@ -42,7 +42,8 @@ class Transfer:
     state: ReceiverState = ReceiverState.QUEUED
     batches: dict[int, Batch] = attrs.field(factory=dict)  # by first_chunk
     covered: set[int] = attrs.field(factory=set)  # positions that some batch speaks of
-    unanswered: OrderedDict[int, AllocRequest] = attrs.field(factory=OrderedDict)  # by message_id, until admission
+    # Until admission, by first chunk, -1 for a mere reservation: bounded, however often a batch is asked for again.
+    unanswered: OrderedDict[int, AllocRequest] = attrs.field(factory=OrderedDict)
     slots: dict[int, int] = attrs.field(factory=dict)  # position → slot
     ready: int = 0  # chunks
     deduplicated: int = 0  # chunks
@@ -50,7 +51,7 @@ class Transfer:
     quarantined: list[int] = attrs.field(factory=list)
     last_progress: float = 0.0
     ready_until: float = 0.0
-    returned: bool = False  # a claim came back once
+    ranks_returned: set[int] = attrs.field(factory=set)  # whose claim came back, once each
     ranks_unclaimed: set[int] = attrs.field(factory=set)
     ranks_reading: set[int] = attrs.field(factory=set)
     error: ErrorInfo | None = None

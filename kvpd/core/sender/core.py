@@ -55,7 +55,7 @@ class SenderCore(Moving):
                 self._cancel_all(transfer_error(ErrorCode.DRAINING, "this sender is shutting down"))
             case _:
                 assert_never(event)
-        self._grant_waiting()
+        self._grant_waiting(now)
         self.staging.check()
         actions, self._actions = self._actions, []
         return actions
@@ -63,6 +63,11 @@ class SenderCore(Moving):
     def next_deadline(self) -> float | None:
         """When `handle(TimePassed())` must be called next, or None."""
         return self._timers.next_at()
+
+    def is_filling(self, transfer_no: int) -> bool:
+        """Whether the engine of this transfer may be writing into any staging slot."""
+        transfer = self._transfers.get(transfer_no)
+        return transfer_no in self._lingering or (transfer is not None and transfer.is_filling)
 
     @property
     def transfer_count(self) -> int:

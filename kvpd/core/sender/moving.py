@@ -10,6 +10,7 @@ from kvpd.core.events import ReportName
 from kvpd.core.messages import (
     BATCH_CHUNKS_MAX,
     BATCH_KEYS_BYTES_MAX,
+    CHUNKS_MAX,
     KEY_BYTES_MAX,
     Ack,
     AllocRequest,
@@ -55,6 +56,9 @@ class Moving(Peers):
         if event.total_chunks <= 0 or not event.req_id:
             detail = f"req_id {event.req_id!r} declares {event.total_chunks} chunks: both are needed"
             return transfer_error(ErrorCode.LEGACY_SENDER, detail)
+        if event.total_chunks > CHUNKS_MAX:
+            detail = f"{event.total_chunks} chunks; no request has more than {CHUNKS_MAX}"
+            return transfer_error(ErrorCode.TOO_LARGE, detail)
         if len(self._transfers) >= self.settings.transfers_max:
             detail = f"{len(self._transfers)} transfers run; the limit is {self.settings.transfers_max}"
             return transfer_error(ErrorCode.QUEUE_FULL, detail, 1.0)
@@ -144,11 +148,13 @@ class Moving(Peers):
     def _alloc_response(self, peer: Peer, message: AllocResponse, now: float) -> None:
         sent = peer.outbox.answer(message.message_id)
         self._arm_repeat(peer)
-        transfer = peer.transfers.get(message.transfer_no)
-        if sent is None or not isinstance(sent.message, AllocRequest):
+        if sent is None:
             return  # a repeat, or of a transfer that has ended
+        if not isinstance(sent.message, AllocRequest) or message.transfer_no != sent.message.transfer_no:
+            self._peer_misbehaved(peer, f"AllocResponse {message.message_id} does not fit its request")
+            return
         peer.lease_from = max(peer.lease_from, sent.at)
-        assert transfer is not None, "an ended transfer has no request in the outbox"
+        transfer = peer.transfers[message.transfer_no]  # an ended one has no request in the outbox
         transfer.unanswered.discard(message.message_id)
         if message.message_id == transfer.touch_id:
             transfer.touch_id = None
@@ -166,6 +172,7 @@ class Moving(Peers):
         for batch in transfer.batches.values():
             if sent.message.keys and batch.first_chunk == sent.message.first_chunk:
                 batch.remote_indexes = message.remote_indexes
+                batch.asked_at = now
         self._stage_next(transfer, now)
 
     def _is_plausible(self, peer: Peer, request: AllocRequest, message: AllocResponse) -> bool:
@@ -173,8 +180,7 @@ class Moving(Peers):
         indexes = message.remote_indexes
         already_sent = tuple(i for i, index in enumerate(indexes) if index < 0)
         return (
-            message.transfer_no == request.transfer_no
-            and len(indexes) == len(request.keys)
+            len(indexes) == len(request.keys)
             and tuple(message.already_sent_indexes) == already_sent
             and all(index < peer.total_chunks for index in indexes)
         )
@@ -189,7 +195,7 @@ class Moving(Peers):
                 return
             wanted = batch.slots_wanted
             if wanted == 0:
-                self._grant_piece(transfer, batch, ())
+                self._grant_piece(transfer, batch, (), now)
                 continue
             receiver = transfer.peer.receiver
             if not transfer.is_filling:
@@ -202,19 +208,19 @@ class Moving(Peers):
                     batch.was_deferred = True
                     self._actions.append(ev.DeferStage(transfer.number, batch.stage))
                 return
-            self._grant_piece(transfer, batch, slots)
+            self._grant_piece(transfer, batch, slots, now)
 
-    def _grant_waiting(self) -> None:
+    def _grant_waiting(self, now: float) -> None:
         """Whatever freed staging, or took the next in line away: here, and only here, those who wait are served."""
         while (grant := self.staging.grant_next()) is not None:
             (number, stage), slots = grant
             transfer = self._transfers[number]
             batch = transfer.batches[stage]
             batch.is_waiting = False
-            self._grant_piece(transfer, batch, slots)
+            self._grant_piece(transfer, batch, slots, now)
             # The rest of a batch that was cut waits until this piece is filled.
 
-    def _grant_piece(self, transfer: Transfer, batch: Batch, slots: tuple[int, ...]) -> None:
+    def _grant_piece(self, transfer: Transfer, batch: Batch, slots: tuple[int, ...], now: float) -> None:
         """As many of the batch's next chunks as these slots hold, and those that need none."""
         assert batch.remote_indexes is not None
         entries: list[StagedSlot | None] = []
@@ -247,6 +253,7 @@ class Moving(Peers):
             first_chunk=piece.first_chunk,
             chunks=len(entries),
             deduplicated=entries.count(None),
+            waited_s=now - batch.asked_at,
         )
 
     # -------------------------------------------------------------- pieces
@@ -320,6 +327,8 @@ class Moving(Peers):
         elif isinstance(sent.message, WriteDone):
             (piece,) = (p for p in transfer.pieces.values() if p.first_chunk == sent.message.first_chunk)
             self._acknowledge(transfer, piece, now)
+        else:
+            self._peer_misbehaved(peer, f"an Ack without an error is no answer to AllocRequest {message.message_id}")
 
     def _acknowledge(self, transfer: Transfer, piece: Piece, now: float) -> None:
         del transfer.pieces[piece.number]

@@ -29,6 +29,7 @@ class Pending:
 class _Proxy:
     pending: OrderedDict[int, Pending] = attrs.field(factory=OrderedDict)  # by message id
     backoff_s: float = 0.0
+    due_at: float = 0.0
 
 
 class Notifier:
@@ -50,8 +51,8 @@ class Notifier:
         if proxy is None:
             if len(self._proxies) >= self._settings.proxies_max:
                 return False
-            proxy = self._proxies[address] = _Proxy()
-            self._restart(address, proxy, now)
+            proxy = self._proxies[address] = _Proxy(backoff_s=self._settings.notify_repeat_s)
+            self._arm(address, proxy, now + proxy.backoff_s)
         if len(proxy.pending) >= self._settings.notifications_max:
             return False
         proxy.pending[message.message_id] = Pending(message, now)
@@ -62,14 +63,16 @@ class Notifier:
         proxy = self._proxies.get(address)
         if proxy is None or proxy.pending.pop(message_id, None) is None:
             return
-        if proxy.pending:
-            self._restart(address, proxy, now)
-        else:
+        if not proxy.pending:
             self._forget(address)
-
-    def _restart(self, address: str, proxy: _Proxy, now: float) -> None:
+            return
         proxy.backoff_s = self._settings.notify_repeat_s
-        self._timers.set(address, now + proxy.backoff_s)
+        # Never later than it was due: a stream of answers must not put off the repeat of the one that was lost.
+        self._arm(address, proxy, min(proxy.due_at, now + proxy.backoff_s))
+
+    def _arm(self, address: str, proxy: _Proxy, at: float) -> None:
+        proxy.due_at = at
+        self._timers.set(address, at)
 
     def _forget(self, address: str) -> None:
         del self._proxies[address]
@@ -94,7 +97,9 @@ class Notifier:
             if not proxy.pending:
                 self._forget(address)
                 continue
-            again += [(address, pending.message) for pending in list(proxy.pending.values())[:_BURST]]
-            proxy.backoff_s = min(2 * proxy.backoff_s, self._settings.notify_backoff_max_s)
-            self._timers.set(address, now + proxy.backoff_s)
+            late = [p.message for p in proxy.pending.values() if p.since + self._settings.notify_repeat_s <= now]
+            again += [(address, message) for message in late[:_BURST]]
+            if late:
+                proxy.backoff_s = min(2 * proxy.backoff_s, self._settings.notify_backoff_max_s)
+            self._arm(address, proxy, now + proxy.backoff_s)
         return again, dropped

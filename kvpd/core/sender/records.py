@@ -82,6 +82,7 @@ class Batch:
     keys: tuple[bytes, ...]
     last_chunk_bytes: int
     remote_indexes: tuple[int, ...] | None = None  # None until allocated
+    asked_at: float = 0.0  # when it was allocated: it waits for staging since then
     cursor: int = 0  # chunks staged
     is_waiting: bool = False  # in line for staging
     was_deferred: bool = False

@@ -1,0 +1,117 @@
+"""What must hold between settings of one role before it may start.
+
+A rule looks only at values that are themselves fine: one bad value is reported once, not once per rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+
+from kvpd.config.schema import ReceiverConfig, SenderConfig
+from kvpd.core.messages import CHUNKS_MAX
+from kvpd.transports.addresses import InprocAddress, parse_endpoint
+
+
+@attrs.frozen
+class Rule:
+    """`broken` says why the values of `keys` cannot go together, or None. The first key is the one to blame."""
+
+    keys: tuple[str, ...]
+    broken: Callable[[Any], str | None]
+
+
+def _memory_rules(size_key: str, what: str) -> tuple[Rule, ...]:
+    """What holds for the memory of either role."""
+
+    def unset(config: ReceiverConfig | SenderConfig) -> str | None:
+        if getattr(config, size_key) == 0:
+            return f"must be set, for {what} has no default; write a size of at least one chunk, as in 8GiB"
+        return None
+
+    def chunk_unset(config: ReceiverConfig | SenderConfig) -> str | None:
+        if config.chunk_bytes == 0:
+            return "must be set, for it depends on the model; write the bytes of one full chunk, all layers together"
+        return None
+
+    def holds_nothing(config: ReceiverConfig | SenderConfig) -> str | None:
+        size = getattr(config, size_key)
+        if 0 < size < config.chunk_bytes:
+            return f"{size} bytes hold no chunk of {config.chunk_bytes} bytes; raise it to that or more"
+        return None
+
+    def too_many(config: ReceiverConfig | SenderConfig) -> str | None:
+        slots = getattr(config, size_key) // config.chunk_bytes if config.chunk_bytes else 0
+        if slots > CHUNKS_MAX:
+            return f"makes {slots} chunks; the limit is {CHUNKS_MAX}, use larger chunks or less memory"
+        return None
+
+    return (
+        Rule((size_key,), unset),
+        Rule(("chunk_bytes",), chunk_unset),
+        Rule((size_key, "chunk_bytes"), holds_nothing),
+        Rule((size_key, "chunk_bytes"), too_many),
+    )
+
+
+def _prefill_does_not_fit(config: ReceiverConfig) -> str | None:
+    if not config.chunk_bytes or not config.buffer_size or not config.max_prefill_tokens:
+        return None
+    needed = math.ceil(config.max_prefill_tokens / config.chunk_tokens)
+    held = config.buffer_size // config.chunk_bytes
+    if needed <= held:
+        return None
+    return (
+        f"needs {needed} chunks of {config.chunk_tokens} tokens and the buffer holds {held}; "
+        f"raise receiver.buffer_size to {needed * config.chunk_bytes} bytes or lower max_prefill_tokens"
+    )
+
+
+def _put_deadline_too_long(config: ReceiverConfig) -> str | None:
+    # A sender must see its writes ended before its lease is, and have as long again to say so.
+    if config.put_deadline_s < config.lease_s / 2:
+        return None
+    return f"must be under half of lease_s, {config.lease_s / 2:g}; lower it, or raise lease_s"
+
+
+def _progress_timeout_too_short(config: ReceiverConfig) -> str | None:
+    if config.progress_timeout_s > 2 * config.put_deadline_s:
+        return None
+    return f"must exceed twice put_deadline_s, {2 * config.put_deadline_s:g}; raise it, or lower put_deadline_s"
+
+
+def _advertised_nowhere(config: ReceiverConfig) -> str | None:
+    bound = parse_endpoint(config.control_address)
+    if config.advertise_address or isinstance(bound, InprocAddress) or not bound.is_wildcard:
+        return None
+    return "is every address of this host, and senders need one; set receiver.advertise_address to one they can reach"
+
+
+def _inproc_at(key: str) -> Rule:
+    def unreachable(config: ReceiverConfig | SenderConfig) -> str | None:
+        if getattr(config, key).startswith("inproc://"):
+            return "reaches nobody outside its own process; write host:port"
+        return None
+
+    return Rule((key,), unreachable)
+
+
+RULES: Final[dict[str, tuple[Rule, ...]]] = {
+    "receiver": (
+        *_memory_rules("buffer_size", "the buffer"),
+        Rule(("max_prefill_tokens", "buffer_size", "chunk_bytes", "chunk_tokens"), _prefill_does_not_fit),
+        Rule(("put_deadline_s", "lease_s"), _put_deadline_too_long),
+        Rule(("progress_timeout_s", "put_deadline_s"), _progress_timeout_too_short),
+        Rule(("control_address", "advertise_address"), _advertised_nowhere),
+    ),
+    "sender": _memory_rules("staging_size", "the staging buffer"),
+}
+
+# A program may join both sides within its own process; a daemon has nobody there to talk to.
+DAEMON_RULES: Final[dict[str, tuple[Rule, ...]]] = {
+    "receiver": (_inproc_at("control_address"), _inproc_at("advertise_address")),
+    "sender": (_inproc_at("proxy_address"),),
+}

@@ -1,0 +1,88 @@
+"""A daemon's chunk memory: a sealed memfd that engines map too.
+
+Nobody can resize it under another's feet, it has no name that could be left behind, and it goes with its last holder.
+It is faulted in before the daemon says that it is ready: a first touch during a transfer would cost its time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+import trio
+
+from kvpd.errors import ConfigError
+
+_SLICE_BYTES: Final = 64 << 20  # faulted in between two checkpoints
+_MADV_POPULATE_WRITE: Final = 23  # not in Python's mmap module; Linux 5.14
+_F_SEAL_FUTURE_WRITE: Final = 0x10  # not in Python's fcntl module; Linux 5.1
+_PROGRESS_S: Final = 2.0
+
+
+class Buffer:
+    """`slots` places of `chunk_bytes` bytes. A context manager: leaving unmaps and closes."""
+
+    def __init__(self, name: str, slots: int, chunk_bytes: int, *, engines_may_write: bool) -> None:
+        self.slots = slots
+        self.chunk_bytes = chunk_bytes
+        self.length = slots * chunk_bytes
+        self.descriptor = os.memfd_create(f"kvpd-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, self.length)
+            self.memory = mmap.mmap(self.descriptor, self.length)
+        except (OSError, ValueError, OverflowError) as exc:
+            os.close(self.descriptor)
+            raise ConfigError(
+                [f"{self.length} bytes of chunk memory cannot be had ({exc}); set a smaller size"]
+            ) from exc
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        if not engines_may_write:
+            # Slots are shared by dedupe: a decode engine that wrote into one would change another request's bytes.
+            seals |= _F_SEAL_FUTURE_WRITE
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        self._view = memoryview(self.memory)
+
+    async def fault_in(self, on_progress: Callable[[int], None]) -> None:
+        """Touch every page, between checkpoints; `on_progress(bytes so far)` every two seconds.
+
+        Raises:
+            ConfigError: the machine has not that much memory.
+        """
+        told_at = time.monotonic()
+        for start in range(0, self.length, _SLICE_BYTES):
+            end = min(start + _SLICE_BYTES, self.length)
+            try:
+                self.memory.madvise(_MADV_POPULATE_WRITE, start, end - start)
+            except OSError as exc:
+                detail = f"after {start} of {self.length} bytes of chunk memory the machine had no more ({exc})"
+                raise ConfigError([f"{detail}; set a smaller size, or raise the container's memory limit"]) from exc
+            await trio.lowlevel.checkpoint()
+            if time.monotonic() - told_at >= _PROGRESS_S:
+                told_at = time.monotonic()
+                on_progress(end)
+
+    def slot(self, index: int, length: int) -> memoryview:
+        """The first `length` bytes of slot `index`."""
+        assert 0 <= index < self.slots, f"slot {index} of {self.slots}"
+        assert 0 < length <= self.chunk_bytes, f"{length} of {self.chunk_bytes} bytes"
+        start = index * self.chunk_bytes
+        return self._view[start : start + length]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.descriptor)
+        self._view.release()
+        try:
+            self.memory.close()
+        except BufferError:
+            # A caller still holds a view of it: the mapping goes with that view.
+            return

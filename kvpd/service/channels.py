@@ -1,0 +1,141 @@
+"""The sender's outgoing channels: one to each receiver, one to each proxy, made when first needed.
+
+Sending never blocks and may lose: a full queue drops the message and counts it, because the core repeats what matters
+until it is answered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final, Protocol, runtime_checkable
+
+import trio
+
+from kvpd.log import get_logger
+from kvpd.transports.base import ControlClient, ControlTransport
+
+log = get_logger()
+
+_BACKLOG_MAX: Final = 64  # messages kept while a channel is being made
+_PROXIES_MAX: Final = 256
+
+
+class Sendable(Protocol):
+    """The sending half of a control channel."""
+
+    def send_nowait(self, message: bytes) -> None: ...
+
+
+@runtime_checkable
+class PushTransport(Protocol):
+    """A control transport that can also push to a proxy that binds PULL."""
+
+    def connect_push(self, address: str) -> AbstractAsyncContextManager[Sendable]: ...
+
+
+class Channel:
+    """One outgoing channel and the task that hears its answers."""
+
+    def __init__(
+        self, address: str, on_message: Callable[[str, bytes], None], on_dropped: Callable[[str], None]
+    ) -> None:
+        self.address = address
+        self._on_message = on_message
+        self._on_dropped = on_dropped
+        self._scope = trio.CancelScope()
+        self._client: Sendable | None = None
+        self._backlog: list[bytes] = []
+
+    def send(self, message: bytes) -> None:
+        """Queue a message, or drop and count it."""
+        try:
+            if self._client is not None:
+                self._client.send_nowait(message)
+            elif len(self._backlog) < _BACKLOG_MAX:
+                self._backlog.append(message)
+            else:
+                raise trio.WouldBlock
+        except trio.WouldBlock:
+            self._on_dropped("queue_full")
+        except trio.ClosedResourceError:
+            self._on_dropped("not_connected")
+
+    def close(self) -> None:
+        """End the task, and the channel with it."""
+        self._scope.cancel()
+
+    async def run(self, control: ControlTransport, identity: bytes) -> None:
+        """The task: connect, and hand over what arrives."""
+        try:
+            with self._scope:
+                async with control.connect(self.address, identity) as client:
+                    self._connected(client)
+                    await self._hear(client)
+        except OSError as exc:
+            log.warning("channel_failed", peer=self.address, detail=str(exc), rate_limited=True)
+
+    async def run_push(self, control: ControlTransport) -> None:
+        """The task of a channel that is never answered."""
+        assert isinstance(control, PushTransport), "this control transport cannot push"
+        try:
+            with self._scope:
+                async with control.connect_push(self.address) as client:
+                    self._connected(client)
+                    await trio.sleep_forever()
+        except OSError as exc:
+            log.warning("channel_failed", peer=self.address, detail=str(exc), rate_limited=True)
+
+    def _connected(self, client: Sendable) -> None:
+        self._client = client
+        backlog, self._backlog = self._backlog, []
+        for message in backlog:
+            self.send(message)
+
+    async def _hear(self, client: ControlClient) -> None:
+        while True:
+            message = await client.receive()
+            # A closed channel's last words belong to a session that is over.
+            if not self._scope.cancel_called:
+                self._on_message(self.address, message)
+
+
+class ProxyChannels:
+    """The channels to proxies; when there are too many, the one unused for longest is closed."""
+
+    def __init__(
+        self,
+        control: ControlTransport,
+        nursery: trio.Nursery,
+        identity: bytes,
+        *,
+        acknowledged: bool,
+        on_message: Callable[[str, bytes], None],
+        on_dropped: Callable[[str], None],
+    ) -> None:
+        self._control = control
+        self._nursery = nursery
+        self._identity = identity
+        self._acknowledged = acknowledged
+        self._on_message = on_message
+        self._on_dropped = on_dropped
+        self._channels: OrderedDict[str, Channel] = OrderedDict()
+
+    def send(self, address: str, message: bytes) -> None:
+        """To the proxy at `address`."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._open(address)
+        self._channels.move_to_end(address)
+        channel.send(message)
+
+    def _open(self, address: str) -> Channel:
+        if len(self._channels) >= _PROXIES_MAX:
+            self._channels.popitem(last=False)[1].close()
+        channel = self._channels[address] = Channel(address, self._on_message, self._on_dropped)
+        if self._acknowledged:
+            self._nursery.start_soon(channel.run, self._control, self._identity)
+        else:
+            self._nursery.start_soon(channel.run_push, self._control)
+        return channel

@@ -1,0 +1,86 @@
+"""The driver: it hands events to a core and carries out what the core decides, in the same step.
+
+No await lies between deciding and acting, so no task ever sees half a step and kvpd needs no locks. What an action
+causes at once is a new event, handled after the current one. One timer task wakes the core when a deadline is due.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+import trio
+
+from kvpd.core.events import TimePassed
+
+E_contra = TypeVar("E_contra", contravariant=True)
+A_co = TypeVar("A_co", covariant=True)
+E = TypeVar("E")
+A = TypeVar("A")
+
+
+class Core(Protocol[E_contra, A_co]):
+    """What a driver drives."""
+
+    def handle(self, event: E_contra, *, now: float) -> Iterable[A_co]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class Driver(Generic[E, A]):
+    """One core, its clock and its timer."""
+
+    def __init__(
+        self, core: Core[E | TimePassed, A], perform: Callable[[A], None], *, now: Callable[[], float] | None = None
+    ) -> None:
+        self._core = core
+        self._perform = perform
+        self._now = now or trio.current_time
+        self._events: deque[E | TimePassed] = deque()
+        self._is_running = False
+        self._is_stopped = False
+        self._sleep = trio.CancelScope()
+        self._after_step: Callable[[], None] = lambda: None
+
+    def on_step(self, callback: Callable[[], None]) -> None:
+        """Call back after every step, when all that followed from an event has been carried out."""
+        self._after_step = callback
+
+    def feed(self, event: E | TimePassed) -> None:
+        """Decide about an event and act. From within an action: as soon as that has been carried out."""
+        if self._is_stopped:
+            return
+        self._events.append(event)
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            while self._events:
+                for action in self._core.handle(self._events.popleft(), now=self._now()):
+                    self._perform(action)
+        finally:
+            self._is_running = False
+        self._after_step()
+        self._arm()
+
+    def stop(self) -> None:
+        """Decide and do nothing from now on: what an action needs is being taken down."""
+        self._is_stopped = True
+
+    def _arm(self) -> None:
+        """Have the timer wake when the next deadline is due."""
+        at = self._core.next_deadline()
+        self._sleep.deadline = math.inf if at is None else trio.current_time() + max(0.0, at - self._now())
+
+    async def run_timer(self, before_judging: Callable[[], None] = lambda: None) -> None:
+        """Feed TimePassed whenever a deadline is due; `before_judging` may first hear what has already arrived."""
+        while True:
+            with trio.CancelScope() as self._sleep:
+                self._arm()
+                await trio.sleep_forever()
+            before_judging()
+            at, now = self._core.next_deadline(), self._now()
+            if at is not None and at <= now:
+                self.feed(TimePassed(lag_s=now - at))

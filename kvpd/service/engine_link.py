@@ -1,0 +1,263 @@
+"""The engine link's daemon side: a Unix socket, a connection per engine, frames in and frames out.
+
+Garbage, half a frame, a reader that never reads or a sudden death end that connection and nothing else. What an engine
+may still touch is given back only when its process is dead, which a closed socket does not prove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Protocol
+
+import attrs
+import trio
+
+from kvpd.config import ensure_socket_folder
+from kvpd.errors import ConfigError, RemoteProtocolError
+from kvpd.link import LINK_VERSION, Attach, Attached, EngineFrame, EngineFrameReader, Frame, Rejected, encode_frame
+from kvpd.log import get_logger
+from kvpd.service.host import peer_process, wait_dead
+
+log = get_logger()
+
+_CONNECTIONS_MAX: Final = 256
+_ATTACH_TIMEOUT_S: Final = 5.0
+_FRAMES_QUEUED_MAX: Final = 8192  # to one engine; one that reads none of them is cut off
+_READ_BYTES: Final = 1 << 16
+_WRITE_BYTES: Final = 1 << 18  # of frames joined into one write
+_LAST_WORDS_S: Final = 1.0
+_BACKLOG: Final = 128
+
+
+class Engine(Protocol):
+    """What a daemon does for one engine. Called from the loop; must not block."""
+
+    def handle(self, frame: EngineFrame) -> None:
+        """One frame. RemoteProtocolError: no correct engine sends it, and the connection ends."""
+
+    def closed(self) -> None:
+        """The connection has ended."""
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether the engine, once closed, may still be reading or writing slots."""
+
+    def died(self) -> None:
+        """Its process is dead. Called after `closed`, and only if it held memory then."""
+
+
+EngineFactory = Callable[["Connection", Attach], Engine]
+
+
+@attrs.frozen
+class Memory:
+    """What an engine is told and given when it attaches."""
+
+    role: str
+    attached: Attached
+    descriptors: Sequence[int]
+
+
+class Connection:
+    """One engine's connection: a bounded queue of frames on their way to it."""
+
+    def __init__(self, stream: trio.SocketStream, label: str) -> None:
+        self.label = label
+        self.engine: Engine | None = None  # once it has attached
+        self._stream = stream
+        self._frames, self._queue = trio.open_memory_channel[bytes](_FRAMES_QUEUED_MAX)
+        self.scope = trio.CancelScope()
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; an engine that does not read is cut off."""
+        try:
+            self._frames.send_nowait(encode_frame(frame))
+        except trio.WouldBlock:
+            log.warning("engine_cut_off", engine=self.label, queued=_FRAMES_QUEUED_MAX)
+            self.scope.cancel()
+        except trio.BrokenResourceError:
+            return  # the connection is ending: its writer has stopped
+
+    async def write(self) -> None:
+        """The writing task: frames that wait together leave together."""
+        with self._queue:
+            async for data in self._queue:
+                parts, size = [data], len(data)
+                with contextlib.suppress(trio.WouldBlock):
+                    while size < _WRITE_BYTES:
+                        parts.append(self._queue.receive_nowait())
+                        size += len(parts[-1])
+                try:
+                    await self._stream.send_all(b"".join(parts))
+                except trio.BrokenResourceError:
+                    return  # the reading side sees the end too, and acts on it
+
+    def finish(self) -> None:
+        """Write what is queued, then nothing more."""
+        self._frames.close()
+
+
+@contextmanager
+def listen(path: str) -> Iterator[trio.SocketListener]:
+    """Bind the engine socket, for this user alone; leaving removes it. A stale one of our own is replaced.
+
+    Raises:
+        ConfigError: somebody listens there, or the path is another user's or no socket.
+    """
+    where = Path(path)
+    ensure_socket_folder(where)
+    _remove_stale(where)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as raw:
+        mask = os.umask(0o177)
+        try:
+            raw.bind(path)
+        except OSError as exc:
+            raise ConfigError([f"engine_socket = {path} cannot be bound ({exc}); choose another path"]) from exc
+        finally:
+            os.umask(mask)
+        identity = where.lstat()
+        try:
+            raw.listen(_BACKLOG)
+            yield trio.SocketListener(trio.socket.from_stdlib_socket(raw))
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                # Only if it is still ours: a successor may have bound the path meanwhile.
+                if os.path.samestat(where.lstat(), identity):
+                    where.unlink()
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError([f"engine_socket = {path} exists and is no socket of this user; choose another path"])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a live daemon's backlog takes us at once, or is full
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()  # whoever bound it was killed
+            return
+        except BlockingIOError:
+            pass
+    raise ConfigError([f"engine_socket = {path}: a daemon listens there already; stop it, or choose another path"])
+
+
+class EngineServer:
+    """Accepts engines and runs a connection for each."""
+
+    def __init__(
+        self, listener: trio.SocketListener, memory: Memory, make_engine: EngineFactory, on_count: Callable[[int], None]
+    ) -> None:
+        self._listener = listener
+        self._memory = memory
+        self._make_engine = make_engine
+        self._on_count = on_count
+        self._count = 0
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            await trio.serve_listeners(self._serve, [self._listener], handler_nursery=self._nursery)
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        if self._count >= _CONNECTIONS_MAX:
+            log.warning("engine_refused", connections=self._count, limit=_CONNECTIONS_MAX, rate_limited=True)
+            await stream.aclose()
+            return
+        self._count += 1
+        self._on_count(self._count)
+        try:
+            await self._run_connection(stream)
+        finally:
+            self._count -= 1
+            self._on_count(self._count)
+
+    async def _run_connection(self, stream: trio.SocketStream) -> None:
+        try:
+            pid, pidfd = peer_process(stream.socket)
+        except OSError as exc:
+            log.warning("engine_refused", detail=f"its process cannot be watched: {exc}", rate_limited=True)
+            await stream.aclose()
+            return
+        connection = Connection(stream, f"pid {pid}")
+        try:
+            with connection.scope:
+                async with stream, trio.open_nursery() as nursery:
+                    nursery.start_soon(connection.write)
+                    await self._converse(stream, connection)
+                    connection.finish()
+                    nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
+        finally:
+            self._part(connection, pidfd)
+
+    def _part(self, connection: Connection, pidfd: int) -> None:
+        """The connection has ended: what its engine may still touch waits for its process's death."""
+        engine = connection.engine
+        if engine is None:
+            os.close(pidfd)
+            return
+        engine.closed()
+        log.info("engine_detached", engine=connection.label)
+        if engine.holds_memory:
+            log.warning("engine_left_holding_memory", engine=connection.label)
+            self._nursery.start_soon(_bury, engine, pidfd)
+        else:
+            os.close(pidfd)
+
+    async def _converse(self, stream: trio.SocketStream, connection: Connection) -> None:
+        """Attach, then handle frames until the engine goes or misbehaves."""
+        reader = EngineFrameReader()
+        attach_by = trio.current_time() + _ATTACH_TIMEOUT_S
+        try:
+            while True:
+                with trio.CancelScope(deadline=attach_by if connection.engine is None else math.inf) as waiting:
+                    data = await stream.receive_some(_READ_BYTES)
+                if waiting.cancelled_caught:
+                    raise RemoteProtocolError(f"no Attach within {_ATTACH_TIMEOUT_S:g} s")
+                if not data:
+                    break
+                for frame in reader.feed(data):
+                    if connection.engine is None:
+                        connection.engine = await self._attach(stream, connection, frame)
+                    else:
+                        connection.engine.handle(frame)
+        except RemoteProtocolError as exc:
+            log.warning("engine_rejected", engine=connection.label, detail=str(exc)[:512], rate_limited=True)
+            connection.send(Rejected(str(exc)[:4096]))
+        except trio.BrokenResourceError:
+            log.info("engine_connection_reset", engine=connection.label)
+        if reader.in_frame:
+            log.warning("engine_ended_in_a_frame", engine=connection.label, rate_limited=True)
+
+    async def _attach(self, stream: trio.SocketStream, connection: Connection, frame: EngineFrame) -> Engine:
+        memory = self._memory
+        if not isinstance(frame, Attach):
+            raise RemoteProtocolError(f"the first frame is {type(frame).__name__}, not Attach")
+        if frame.version != LINK_VERSION:
+            raise RemoteProtocolError(f"the engine's link version is {frame.version}, this daemon's {LINK_VERSION}")
+        if frame.role != memory.role:
+            raise RemoteProtocolError(f"the engine wants a {frame.role}, this is a {memory.role}")
+        if frame.rank >= len(memory.descriptors):
+            raise RemoteProtocolError(f"rank {frame.rank}; this daemon has {len(memory.descriptors)} regions")
+        data = encode_frame(memory.attached)
+        fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(fd.to_bytes(4, "little") for fd in memory.descriptors))]
+        sent = await stream.socket.sendmsg([data], fds)
+        if sent < len(data):
+            await stream.send_all(data[sent:])
+        log.info("engine_attached", engine=connection.label, rank=frame.rank)
+        return self._make_engine(connection, frame)
+
+
+async def _bury(engine: Engine, pidfd: int) -> None:
+    await wait_dead(pidfd)
+    engine.died()

@@ -1,0 +1,343 @@
+"""The receiver as a trio object: it carries out what its core decides.
+
+    async with kvpd.Receiver(config) as receiver:
+        async with receiver.claim("req-1", timeout_s=5) as chunks:
+            ...
+
+One nursery: a task that hears the senders, one that keeps time, and one per session while its worker is being made or
+its process watched. Where a thing is decided is kvpd.core.receiver's business, never this module's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Protocol, Self
+
+import attrs
+import trio
+
+from kvpd.config import ReceiverConfig, validate
+from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancelled
+from kvpd.core.messages import HostIdentity, Region, decode, encode
+from kvpd.core.receiver import ReceiverCore, ReceiverSettings
+from kvpd.core.receiver import events as ev
+from kvpd.errors import RemoteProtocolError, TransportError
+from kvpd.log import get_logger
+from kvpd.metrics import Health, ReceiverMetrics
+from kvpd.service.buffer import Buffer
+from kvpd.service.defaults import DataPlaneFactory, data_plane_factory
+from kvpd.service.driver import Driver
+from kvpd.service.host import open_process, own_host, wait_dead
+from kvpd.service.reports import ReceiverReports
+from kvpd.transports.base import ControlServer, ControlTransport, DataPlane, Target
+from kvpd.transports.zmq import open_zmq_control
+
+log = get_logger()
+
+
+class EngineSink(Protocol):
+    """Whom the answers to an engine's claims go to. Called from the loop; must not block."""
+
+    def granted(self, grant: ev.GrantClaim) -> None: ...
+
+    def refused(self, refusal: ev.RefuseClaim) -> None: ...
+
+    def announced(self, announcement: ev.AnnounceTransfer) -> None: ...
+
+
+@attrs.frozen
+class Chunk:
+    """One chunk in place: its key, its slot, and its bytes, read-only and valid until the claim is left."""
+
+    key: bytes
+    index: int
+    view: memoryview
+
+
+class Receiver:
+    """One receiver. An async context manager: entering binds and makes it ready, leaving ends everything it runs.
+
+    `control`, `data_plane`, `now` and `host` stand for parts of the outside world; by default they are ZMQ, what
+    `config.transport` says, trio's clock and this machine.
+
+    Raises, on entering:
+        ConfigError: the configuration cannot work here.
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        config: ReceiverConfig,
+        *,
+        control: ControlTransport | None = None,
+        data_plane: DataPlaneFactory | None = None,
+        metrics: ReceiverMetrics | None = None,
+        health: Health | None = None,
+        now: Callable[[], float] | None = None,
+        host: HostIdentity | None = None,
+    ) -> None:
+        validate(config)
+        self.config = config
+        self.metrics = metrics or ReceiverMetrics(transport=config.transport)
+        self.health = health or Health()
+        slots = config.buffer_size // config.chunk_bytes
+        self.core = ReceiverCore(_settings(config, slots, host or own_host()))
+        self._driver: Driver[ev.ReceiverEvent, ev.ReceiverAction] = Driver(self.core, self._perform, now=now)
+        self._driver.on_step(self._after_step)
+        self._reports = ReceiverReports(self.metrics)
+        self._control_given = control
+        self._data_plane = data_plane or data_plane_factory(config.transport, config.ucx_library, config.ucx_tls)
+        self._targets: dict[int, Target | None] = {}  # None: being made
+        self._watches: dict[int, trio.CancelScope] = {}
+        self._engines: dict[int, EngineSink] = {}
+        self._engine_numbers = itertools.count(1)
+        self._own_claims = _OwnClaims()
+        self._idle = trio.Event()
+        self._is_draining = False
+        self._running: AbstractAsyncContextManager[None] | None = None
+
+    # -------------------------------------------------------------- lifetime
+
+    async def __aenter__(self) -> Self:
+        self._running = self._run()
+        await self._running.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._running is not None
+        return await self._running.__aexit__(exc_type, exc, trace)
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[None]:
+        config = self.config
+        async with AsyncExitStack() as stack:
+            slots = self.core.settings.total_slots
+            self.buffer = stack.enter_context(Buffer(config.name, slots, config.chunk_bytes, engines_may_write=False))
+            if self.buffer.length != config.buffer_size:
+                log.info("buffer_rounded_down", buffer_size=config.buffer_size, used=self.buffer.length, slots=slots)
+            await self.buffer.fault_in(lambda done: log.info("memory_prepared", bytes=done, of=self.buffer.length))
+            control = self._control_given
+            if control is None:
+                control = await stack.enter_async_context(open_zmq_control())
+            self._server: ControlServer = await stack.enter_async_context(control.serve(config.control_address))
+            self._plane: DataPlane = await stack.enter_async_context(self._data_plane(self.buffer.memory, None))
+            self._own_engine = self.attach(self._own_claims)
+            async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self._hear_senders)
+                self._nursery.start_soon(self._keep_time)
+                try:
+                    yield
+                finally:
+                    self._driver.stop()
+                    self._nursery.cancel_scope.cancel()
+
+    @property
+    def address(self) -> str:
+        """Where senders reach it: what is advertised, or else where it is bound."""
+        return self.config.advertise_address or self._server.address.removeprefix("tcp://")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new work, let what runs finish within `timeout_s`, cancel the rest. Whether all of it finished."""
+        self.health.mark_draining()
+        self._is_draining = True
+        self.feed(DrainRequested())
+        with trio.move_on_after(timeout_s) as scope:
+            await self.wait_idle()
+        if scope.cancelled_caught:
+            self.feed(DrainExpired())
+        return not scope.cancelled_caught
+
+    async def wait_idle(self) -> None:
+        """Until nothing runs any more; only while draining."""
+        await self._idle.wait()
+
+    # -------------------------------------------------------------- the core
+
+    def feed(self, event: ev.ReceiverEvent) -> None:
+        """Have the core decide about an event, and act."""
+        self._driver.feed(event)
+
+    def _after_step(self) -> None:
+        self._reports.levels(self.core)
+        if self._is_draining and self.core.is_idle:
+            self._idle.set()
+
+    def _perform(self, action: ev.ReceiverAction) -> None:
+        match action:
+            case ev.SendMessage(peer, message):
+                try:
+                    self._server.send_nowait(peer, encode(message))
+                except trio.WouldBlock:
+                    self.metrics.message_dropped("queue_full")
+                except trio.BrokenResourceError:
+                    self.metrics.message_dropped("not_connected")
+            case ev.OpenSession(session_no, process):
+                self._targets[session_no] = None
+                self._nursery.start_soon(self._open_session, session_no, process)
+            case ev.CloseSession(session_no):
+                target = self._targets.pop(session_no)
+                if target is not None:
+                    target.close()
+                self.feed(ev.SessionClosed(session_no))
+            case ev.ForgetSession(session_no):
+                scope = self._watches.pop(session_no, None)
+                if scope is not None:
+                    scope.cancel()
+            case ev.GrantClaim(engine):
+                if engine in self._engines:
+                    self._engines[engine].granted(action)
+            case ev.RefuseClaim(engine):
+                if engine in self._engines:
+                    self._engines[engine].refused(action)
+            case ev.AnnounceTransfer():
+                for sink in list(self._engines.values()):
+                    sink.announced(action)
+            case Report():
+                self._reports.tell(action)
+
+    # -------------------------------------------------------------- tasks
+
+    async def _hear_senders(self) -> None:
+        with self.health.task("hear_senders"):
+            while True:
+                peer, message = await self._server.receive()
+                self._heard(peer, message)
+
+    def _heard(self, peer: bytes, frame: bytes) -> None:
+        try:
+            message = decode(frame)
+        except RemoteProtocolError as exc:
+            self.metrics.message_dropped("malformed")
+            self.feed(ev.MessageRejected(peer, str(exc)))
+        else:
+            self.feed(ev.MessageReceived(peer, message))
+
+    def _hear_the_rest(self) -> None:
+        """What has arrived already must count before anybody's silence is judged."""
+        while True:
+            try:
+                peer, message = self._server.receive_nowait()
+            except (trio.WouldBlock, trio.ClosedResourceError):
+                return
+            self._heard(peer, message)
+
+    async def _keep_time(self) -> None:
+        with self.health.task("keep_time"):
+            await self._driver.run_timer(self._hear_the_rest)
+
+    async def _open_session(self, session_no: int, process: HostIdentity | None) -> None:
+        try:
+            target = await self._plane.open_target()
+        except TransportError as exc:
+            self.feed(ev.SessionFailed(session_no, str(exc)))
+            return
+        if session_no not in self._targets:  # it was closed meanwhile
+            target.close()
+            return
+        self._targets[session_no] = target
+        region = Region(0, target.worker_address, target.base_address, target.length, target.rkey)
+        self.feed(ev.SessionOpened(session_no, (region,)))
+        if process is not None:
+            await self._watch_process(session_no, process)
+
+    async def _watch_process(self, session_no: int, process: HostIdentity) -> None:
+        pidfd = open_process(process)
+        if pidfd is not None:
+            with trio.CancelScope() as self._watches[session_no]:
+                await wait_dead(pidfd)
+            if self._watches.pop(session_no, None) is None:
+                return  # forgotten, not dead
+        self.feed(ev.ProcessDied(session_no))
+
+    # -------------------------------------------------------------- engines
+
+    def attach(self, sink: EngineSink) -> int:
+        """A new engine, to be named in its events; `sink` gets the answers until `detach`."""
+        number = next(self._engine_numbers)
+        self._engines[number] = sink
+        return number
+
+    def detach(self, engine: int) -> None:
+        """The engine's connection has ended; its process may still live, and then still holds its claims."""
+        del self._engines[engine]
+        self.feed(ev.EngineClosed(engine))
+
+    @asynccontextmanager
+    async def claim(
+        self, req_id: str, *, timeout_s: float, rank: int = 0, sender_id: str | None = None
+    ) -> AsyncIterator[Sequence[Chunk]]:
+        """The chunks of `req_id`, in request order, once all have landed; leaving releases them.
+
+        Raises:
+            TransferError: it failed, was revoked, claimed before, ambiguous, or not complete within `timeout_s`.
+        """
+        number, answers = self._own_claims.begin()
+        self.feed(ev.ClaimRequested(self._own_engine, number, req_id, rank, timeout_s, sender_id))
+        chunks: list[Chunk] = []
+        try:
+            answer = await answers.receive()
+            if isinstance(answer, ev.RefuseClaim):
+                raise answer.error
+            chunks += [
+                Chunk(slot.key, slot.index, self.buffer.slot(slot.index, slot.length).toreadonly())
+                for slot in answer.chunks
+            ]
+            yield chunks
+        finally:
+            for chunk in chunks:
+                chunk.view.release()
+            self._own_claims.end(number)
+            self.feed(ev.ClaimReleased(self._own_engine, number))
+
+    def cancel(self, req_id: str) -> None:
+        """End every transfer of this label that nobody has claimed. Never fails; twice is harmless."""
+        self.feed(RequestCancelled(req_id))
+
+
+class _OwnClaims:
+    """The claims of the program that embeds a receiver."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, trio.MemorySendChannel[ev.GrantClaim | ev.RefuseClaim]] = {}
+
+    def begin(self) -> tuple[int, trio.MemoryReceiveChannel[ev.GrantClaim | ev.RefuseClaim]]:
+        number = next(self._numbers)
+        self._waiting[number], answers = trio.open_memory_channel[ev.GrantClaim | ev.RefuseClaim](1)
+        return number, answers
+
+    def end(self, number: int) -> None:
+        self._waiting.pop(number).close()
+
+    def granted(self, grant: ev.GrantClaim) -> None:
+        self._waiting[grant.claim].send_nowait(grant)
+
+    def refused(self, refusal: ev.RefuseClaim) -> None:
+        self._waiting[refusal.claim].send_nowait(refusal)
+
+    def announced(self, announcement: ev.AnnounceTransfer) -> None:
+        """Whoever embeds a receiver claims by name."""
+
+
+def _settings(config: ReceiverConfig, slots: int, host: HostIdentity) -> ReceiverSettings:
+    return ReceiverSettings(
+        receiver_id=config.name,
+        incarnation=secrets.randbits(61) + 1,
+        total_slots=slots,
+        chunk_bytes=config.chunk_bytes,
+        layout=config.layout,
+        host=host,
+        allocation_timeout_s=config.allocation_timeout_s,
+        queue_depth_max=config.queue_depth_max,
+        progress_timeout_s=config.progress_timeout_s,
+        ready_ttl_s=config.ready_ttl_s,
+        claim_grace_s=config.claim_grace_s,
+        lease_s=config.lease_s,
+        put_deadline_s=config.put_deadline_s,
+    )

@@ -1,0 +1,134 @@
+"""What the cores report, as log lines and metrics: the name is the event, the fields are the fields."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import attrs
+
+from kvpd.core.events import Report, ReportName
+from kvpd.core.pool import PoolCounts
+from kvpd.log import Logger, get_logger
+from kvpd.metrics import ReceiverMetrics, SenderMetrics
+
+# Everything else is information: an operator reads these first.
+_WARNINGS: Final = frozenset(
+    {
+        ReportName.TRANSFER_REFUSED,
+        ReportName.TRANSFER_EXPIRED,
+        ReportName.TRANSFER_REVOKED,
+        ReportName.TRANSFER_FAILED,
+        ReportName.CLAIM_REFUSED,
+        ReportName.CLAIM_RETURNED,
+        ReportName.PROXY_NOTIFICATION_DROPPED,
+        ReportName.SESSION_ENDED,
+        ReportName.PEER_REJECTED,
+        ReportName.MESSAGE_REFUSED,
+    }
+)
+
+
+def _write(logger: Logger, report: Report) -> None:
+    fields: dict[str, object] = {}
+    if report.transfer is not None:
+        fields["transfer"] = str(report.transfer)
+    if report.req_id is not None:
+        fields["req_id"] = report.req_id
+    if report.peer is not None:
+        fields["peer"] = report.peer
+    if report.name in _WARNINGS:
+        logger.warning(report.name, rate_limited=True, **fields, **report.fields)
+    else:
+        logger.info(report.name, **fields, **report.fields)
+
+
+class ReceiverLevels(Protocol):
+    """What a receiver's gauges show."""
+
+    @property
+    def counts(self) -> PoolCounts: ...
+
+    @property
+    def queue_depth(self) -> int: ...
+
+    @property
+    def session_count(self) -> int: ...
+
+
+class ReceiverReports:
+    """A receiver's reports."""
+
+    def __init__(self, metrics: ReceiverMetrics) -> None:
+        self._metrics = metrics
+        self._log = get_logger()
+        self._shown: tuple[PoolCounts, int, int] | None = None
+
+    def tell(self, report: Report) -> None:
+        """One report, to the log and to the metrics."""
+        _write(self._log, report)
+        metrics, fields = self._metrics, report.fields
+        match report.name:
+            case ReportName.TRANSFER_ADMITTED:
+                metrics.admitted(float(fields["queued_s"]))
+            case ReportName.TRANSFER_REFUSED:
+                metrics.rejected(str(fields["code"]))
+            case ReportName.TRANSFER_REVOKED:
+                metrics.revoked(str(fields["reason"]))
+            case ReportName.TRANSFER_EXPIRED:
+                metrics.revoked("ready_expired")
+            case ReportName.BATCH_ALLOCATED:
+                metrics.batches.inc()
+            case ReportName.TRANSFER_COMPLETED:
+                metrics.completed.inc()
+            case ReportName.TRANSFER_CLAIMED:
+                metrics.claimed.inc()
+            case ReportName.TRANSFER_RELEASED:
+                metrics.released.inc()
+            case ReportName.PEER_REJECTED:
+                metrics.peer_rejected("protocol_error")
+            case ReportName.MESSAGE_REFUSED:
+                metrics.peer_rejected(str(fields["code"]))
+            case _:
+                pass
+
+    def levels(self, core: ReceiverLevels) -> None:
+        """Where the gauges stand after a step; told only when they moved."""
+        now = (core.counts, core.queue_depth, core.session_count)
+        if now == self._shown:
+            return
+        self._shown = now
+        self._metrics.slots(attrs.asdict(core.counts))
+        self._metrics.queue_depth.set(core.queue_depth)
+        self._metrics.sessions.set(core.session_count)
+
+
+class SenderReports:
+    """A sender's reports."""
+
+    def __init__(self, metrics: SenderMetrics) -> None:
+        self._metrics = metrics
+        self._log = get_logger()
+
+    def tell(self, report: Report) -> None:
+        """One report, to the log and to the metrics."""
+        _write(self._log, report)
+        metrics, fields = self._metrics, report.fields
+        match report.name:
+            case ReportName.TRANSFER_OPENED:
+                metrics.opened.inc()
+            case ReportName.BATCH_STAGED:
+                metrics.staging_wait(float(fields["waited_s"]))
+            case ReportName.PIECE_WRITTEN:
+                metrics.put(float(fields["seconds"]), int(fields["bytes"]))
+            case ReportName.TRANSFER_DONE:
+                metrics.done.inc()
+            case ReportName.TRANSFER_FAILED | ReportName.TRANSFER_CANCELLED:
+                metrics.failed(str(fields["code"]))
+            case ReportName.PROXY_NOTIFIED:
+                metrics.notified("sent")
+            case ReportName.PROXY_NOTIFICATION_DROPPED:
+                metrics.notified("dropped")
+            case ReportName.PEER_REJECTED:
+                metrics.peer_rejected("protocol_error")
+            case _:
+                pass

@@ -1,0 +1,357 @@
+"""The sender as a trio object: it carries out what its core decides.
+
+    async with kvpd.Sender(config) as sender:
+        async with sender.open("req-1", receiver="decode-0:7300", total_chunks=2) as transfer:
+            async with transfer.stage([b"key-0", b"key-1"], last=True) as slots:
+                async for slot in slots: ...
+
+One nursery: a task that keeps time, one per request (requests.py), one per channel (channels.py), one per endpoint
+while it is being made. Where a thing is decided is kvpd.core.sender's business, never this module's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Protocol, Self
+
+import trio
+
+from kvpd.config import SenderConfig, validate
+from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancelled
+from kvpd.core.messages import HostIdentity, ProxyAck, Region, decode, encode
+from kvpd.core.sender import SenderCore, SenderSettings
+from kvpd.core.sender import events as ev
+from kvpd.errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransferError,
+    TransportError,
+)
+from kvpd.log import get_logger
+from kvpd.metrics import Health, SenderMetrics
+from kvpd.service.buffer import Buffer
+from kvpd.service.channels import Channel, ProxyChannels
+from kvpd.service.defaults import DataPlaneFactory, data_plane_factory
+from kvpd.service.driver import Driver
+from kvpd.service.host import own_host
+from kvpd.service.reports import SenderReports
+from kvpd.service.requests import Request
+from kvpd.service.staging import Transfer
+from kvpd.transports.addresses import parse_peer_endpoint
+from kvpd.transports.base import ControlTransport, DataPlane, Endpoint, Put, RemoteRegion
+from kvpd.transports.zmq import open_zmq_control
+
+log = get_logger()
+
+
+class TransferSink(Protocol):
+    """Whom a transfer's events go to. Called from the loop; must not block."""
+
+    def granted(self, grant: ev.GrantPiece) -> None: ...
+
+    def deferred(self, deferral: ev.DeferStage) -> None: ...
+
+    def ended(self, error: TransferError | None) -> None: ...
+
+
+class Sender:
+    """One sender. An async context manager: entering makes it ready, leaving ends everything it runs.
+
+    `control`, `data_plane`, `now` and `host` stand for parts of the outside world; by default they are ZMQ, what
+    `config.transport` says, trio's clock and this machine.
+
+    Raises, on entering:
+        ConfigError: the configuration cannot work here.
+    """
+
+    def __init__(
+        self,
+        config: SenderConfig,
+        *,
+        control: ControlTransport | None = None,
+        data_plane: DataPlaneFactory | None = None,
+        metrics: SenderMetrics | None = None,
+        health: Health | None = None,
+        now: Callable[[], float] | None = None,
+        host: HostIdentity | None = None,
+    ) -> None:
+        validate(config)
+        self.config = config
+        self.metrics = metrics or SenderMetrics(transport=config.transport)
+        self.health = health or Health()
+        slots = config.staging_size // config.chunk_bytes
+        self.core = SenderCore(_settings(config, slots, host or own_host()))
+        self._driver: Driver[ev.SenderEvent, ev.SenderAction] = Driver(self.core, self._perform, now=now)
+        self._driver.on_step(self._after_step)
+        self._reports = SenderReports(self.metrics)
+        self._control_given = control
+        self._data_plane = data_plane or data_plane_factory(config.transport, config.ucx_library, config.ucx_tls)
+        self._requests: dict[int, Request] = {}
+        self._sinks: dict[int, TransferSink] = {}
+        self._channels: dict[str, Channel] = {}
+        self._channel_numbers = itertools.count(1)
+        self._endpoints: dict[int, Endpoint | None] = {}  # None: being made
+        self._transfer_numbers = itertools.count(1)
+        self._engine_numbers = itertools.count(1)
+        self._own_engine = self.new_engine()
+        self._idle = trio.Event()
+        self._is_draining = False
+        self._running: AbstractAsyncContextManager[None] | None = None
+
+    # -------------------------------------------------------------- lifetime
+
+    async def __aenter__(self) -> Self:
+        self._running = self._run()
+        await self._running.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._running is not None
+        return await self._running.__aexit__(exc_type, exc, trace)
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[None]:
+        config, settings = self.config, self.core.settings
+        async with AsyncExitStack() as stack:
+            slots = settings.staging_slots
+            self.buffer = stack.enter_context(Buffer(config.name, slots, config.chunk_bytes, engines_may_write=True))
+            if self.buffer.length != config.staging_size:
+                log.info("staging_rounded_down", staging_size=config.staging_size, used=self.buffer.length, slots=slots)
+            await self.buffer.fault_in(lambda done: log.info("memory_prepared", bytes=done, of=self.buffer.length))
+            control = self._control_given
+            if control is None:
+                control = await stack.enter_async_context(open_zmq_control())
+            self._control: ControlTransport = control
+            window = config.put_window_bytes or None
+            self._plane: DataPlane = await stack.enter_async_context(self._data_plane(self.buffer.memory, window))
+            async with trio.open_nursery() as self._nursery:
+                self._proxies = ProxyChannels(
+                    self._control,
+                    self._nursery,
+                    self._identity(),
+                    acknowledged=settings.notify_is_acknowledged,
+                    on_message=self._heard_proxy,
+                    on_dropped=self.metrics.message_dropped,
+                )
+                self._nursery.start_soon(self._keep_time)
+                try:
+                    yield
+                finally:
+                    self._driver.stop()
+                    self._nursery.cancel_scope.cancel()
+
+    def _identity(self) -> bytes:
+        """What a channel announces itself by: never one that a connection of ours may still bear at the peer."""
+        settings = self.core.settings
+        return f"{settings.sender_id}/{settings.incarnation:x}/{next(self._channel_numbers)}".encode()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new work, let what runs finish within `timeout_s`, cancel the rest. Whether all of it finished."""
+        self.health.mark_draining()
+        self._is_draining = True
+        self.feed(DrainRequested())
+        with trio.move_on_after(timeout_s) as scope:
+            await self.wait_idle()
+        if scope.cancelled_caught:
+            self.feed(DrainExpired())
+        return not scope.cancelled_caught
+
+    async def wait_idle(self) -> None:
+        """Until nothing runs any more; only while draining."""
+        await self._idle.wait()
+
+    # -------------------------------------------------------------- the core
+
+    def feed(self, event: ev.SenderEvent) -> None:
+        """Have the core decide about an event, and act."""
+        self._driver.feed(event)
+
+    def _after_step(self) -> None:
+        self.metrics.sessions.set(self.core.peer_count)
+        if self._is_draining and self.core.is_idle:
+            self._idle.set()
+
+    def _perform(self, action: ev.SenderAction) -> None:
+        match action:
+            case ev.SendToPeer(receiver, message):
+                self._channels[receiver].send(encode(message))
+            case ev.PostPuts():
+                self._post(action)
+            case ev.GrantPiece(number):
+                if number in self._sinks:
+                    self._sinks[number].granted(action)
+            case ev.DeferStage(number):
+                if number in self._sinks:
+                    self._sinks[number].deferred(action)
+            case ev.FinishTransfer(number, error):
+                self._finish(number, error)
+            case ev.CancelTransfer(number, put_deadline_s):
+                self._requests[number].cancel(put_deadline_s)
+            case ev.NotifyProxy(proxy, notif):
+                self._proxies.send(proxy, encode(notif))
+            case ev.ConnectPeer(receiver):
+                channel = Channel(receiver, self._heard, self.metrics.message_dropped)
+                self._channels[receiver] = channel
+                self._nursery.start_soon(channel.run, self._control, self._identity())
+            case ev.DisconnectPeer(receiver):
+                self._channels.pop(receiver).close()
+            case ev.OpenEndpoint(receiver, endpoint_no, regions):
+                self._endpoints[endpoint_no] = None
+                self._nursery.start_soon(self._open_endpoint, receiver, endpoint_no, regions)
+            case ev.CloseEndpoint(_, endpoint_no):
+                endpoint = self._endpoints.pop(endpoint_no)
+                if endpoint is not None:
+                    endpoint.force_close()
+            case Report():
+                self._reports.tell(action)
+
+    def _post(self, action: ev.PostPuts) -> None:
+        """Put a piece through the endpoint that its own session opened, never one looked up by address."""
+        endpoint = self._endpoints.get(action.endpoint)
+        size = self.config.chunk_bytes
+        puts = [Put(put.local * size, put.remote * size, put.length) for put in action.puts]
+        try:
+            if endpoint is None:
+                raise TransportError("the endpoint is closed")
+            batch = endpoint.post(puts)
+        except TransportError as exc:
+            self.feed(ev.PutsFailed(action.transfer_no, action.piece, str(exc)))
+        else:
+            self._requests[action.transfer_no].post(action.piece, endpoint, batch)
+
+    def _finish(self, number: int, error: TransferError | None) -> None:
+        request = self._requests.get(number)
+        if request is not None and error is None:
+            request.finish()
+        sink = self._sinks.pop(number, None)
+        if sink is not None:
+            sink.ended(error)
+
+    # -------------------------------------------------------------- tasks
+
+    async def _keep_time(self) -> None:
+        with self.health.task("keep_time"):
+            await self._driver.run_timer()
+
+    def _heard(self, receiver: str, frame: bytes) -> None:
+        try:
+            message = decode(frame)
+        except RemoteProtocolError as exc:
+            self.metrics.message_dropped("malformed")
+            self.feed(ev.PeerMessageRejected(receiver, str(exc)))
+        else:
+            self.feed(ev.PeerMessageReceived(receiver, message))
+
+    def _heard_proxy(self, proxy: str, frame: bytes) -> None:
+        """A proxy that talks nonsense costs a counter: nothing of ours depends on what it says but its Acks."""
+        try:
+            message = decode(frame)
+        except RemoteProtocolError as exc:
+            self.metrics.message_dropped("malformed")
+            log.warning("proxy_message_rejected", peer=proxy, detail=str(exc)[:256], rate_limited=True)
+            return
+        if isinstance(message, ProxyAck):
+            self.metrics.notified("acknowledged")
+            self.feed(ev.ProxyAcknowledged(proxy, message.sender_incarnation, message.message_id))
+
+    async def _open_endpoint(self, receiver: str, endpoint_no: int, regions: tuple[Region, ...]) -> None:
+        region = regions[0]
+
+        def on_broken(detail: str) -> None:
+            self.feed(ev.EndpointBroken(receiver, endpoint_no, detail))
+
+        remote = RemoteRegion(region.worker_address, region.base_address, region.length, region.rkey)
+        try:
+            endpoint = await self._plane.connect(remote, on_broken)
+        except TransportError as exc:
+            on_broken(str(exc))
+            return
+        if endpoint_no not in self._endpoints:  # the session ended meanwhile
+            endpoint.force_close()
+            return
+        self._endpoints[endpoint_no] = endpoint
+        self.feed(ev.EndpointOpened(receiver, endpoint_no))
+
+    async def _run_request(self, request: Request) -> None:
+        try:
+            await request.run()
+        finally:
+            del self._requests[request.number]
+
+    # -------------------------------------------------------------- engines
+
+    def new_engine(self) -> int:
+        """A number for an engine, to be named when it opens transfers."""
+        return next(self._engine_numbers)
+
+    def open_for(
+        self, sink: TransferSink, engine: int, req_id: str, receiver: str, total_chunks: int, notify: str | None = None
+    ) -> int:
+        """Open a transfer whose events go to `sink`: its number. A refusal comes as `sink.ended`.
+
+        Raises:
+            LocalProtocolError: `receiver` or `notify` is no address.
+        """
+        receiver_address = _peer_address("receiver", receiver)
+        notify_address = _peer_address("notify", notify) if notify is not None else None
+        number = next(self._transfer_numbers)
+        self._sinks[number] = sink
+        request = self._requests[number] = Request(number, self.feed, self.core.settings.staging_slots)
+        self._nursery.start_soon(self._run_request, request)
+        self.feed(ev.OpenRequested(number, engine, req_id, receiver_address, total_chunks, notify_address))
+        if number not in self._sinks:  # refused at once: there will be no puts to wait for
+            request.finish()
+        return number
+
+    @asynccontextmanager
+    async def open(
+        self, req_id: str, *, receiver: str, total_chunks: int, notify: str | None = None
+    ) -> AsyncIterator[Transfer]:
+        """A transfer of `total_chunks` chunks to `receiver`. Never waits itself; staging waits for admission.
+
+        Leaving normally waits until everything has landed, the receiver has acknowledged it and the proxy is told.
+        Leaving by an exception or a cancellation cancels the transfer.
+
+        Raises:
+            LocalProtocolError: an address is none.
+            TransferError: refused, failed, revoked or cancelled; raised by the first `stage` or on leaving.
+        """
+        transfer = Transfer(self.buffer, self.feed)
+        transfer.number = self.open_for(transfer, self._own_engine, req_id, receiver, total_chunks, notify)
+        try:
+            yield transfer
+            await transfer.wait_ended()
+        finally:
+            self.feed(ev.EngineLetGo(transfer.number))
+
+    def cancel(self, req_id: str) -> None:
+        """End every transfer of this label, wherever it stands. Never fails; twice is harmless."""
+        self.feed(RequestCancelled(req_id))
+
+
+def _peer_address(what: str, text: str) -> str:
+    try:
+        return str(parse_peer_endpoint(text))
+    except ValueError as exc:
+        raise LocalProtocolError(f"{what}: {exc}") from exc
+
+
+def _settings(config: SenderConfig, slots: int, host: HostIdentity) -> SenderSettings:
+    return SenderSettings(
+        sender_id=config.name,
+        incarnation=secrets.randbits(61) + 1,
+        staging_slots=slots,
+        chunk_bytes=config.chunk_bytes,
+        layout=config.layout,
+        host=host,
+        proxy_address=(config.proxy_address or None) if config.notify_proxy else None,
+        notify_is_acknowledged=config.notify == "ack",
+        connect_timeout_s=config.connect_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+    )

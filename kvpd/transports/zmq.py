@@ -1,0 +1,266 @@
+"""Control channels over ZMQ: a ROUTER at the receiver, a DEALER at every sender.
+
+Nothing that a peer sends or omits stops a channel: junk, odd frame counts, oversize messages and silent connections
+end that connection at most, every queue is bounded, and closing never waits for a peer. A connection that breaks is
+made again; what was on its way is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+import attrs
+import trio
+import zmq
+
+from kvpd.core.messages import MESSAGE_BYTES_MAX
+from kvpd.transports.addresses import (
+    Address,
+    Endpoint,
+    InprocAddress,
+    parse_endpoint,
+    parse_peer_endpoint,
+    resolve,
+)
+from kvpd.transports.zmq_socket import Context, SocketStatistics, TrioSocket
+
+IDENTITY_BYTES_MAX: Final = 255
+LINGER_MS: Final = 900  # how long last replies may take to leave: less than the contract's second
+CONNECT_RESOLVE_TIMEOUT_S: Final = 2.0  # connecting goes on in the background, so its caller waits little
+
+
+@attrs.frozen
+class ZmqLimits:
+    """Every bound of a control socket. The defaults are right; tests make them small."""
+
+    # Per connection and direction. A burst of cancels for a full admission queue (1,024) must fit.
+    queue_messages_max: int = 2048
+    # A message just over the protocol's limit arrives and is refused by name; beyond this its connection is dropped.
+    message_bytes_max: int = MESSAGE_BYTES_MAX + 4096
+    handshake_ms: int = 5_000
+    reconnect_ms: int = 50
+    reconnect_max_ms: int = 1_000
+    # A peer that vanished without a word: the server forgets it (`ttl`) before the client, which announces the same
+    # identity again when it reconnects, has noticed (`timeout`).
+    heartbeat_ms: int = 2_000
+    heartbeat_ttl_ms: int = 6_000
+    heartbeat_timeout_ms: int = 8_000
+
+
+class ZmqServer:
+    """See `ControlServer`."""
+
+    def __init__(self, socket: TrioSocket, address: str) -> None:
+        self._socket = socket
+        self._address = address
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def receive(self) -> tuple[bytes, bytes]:
+        return _peer_and_message(await self._socket.receive())
+
+    def receive_nowait(self) -> tuple[bytes, bytes]:
+        return _peer_and_message(self._socket.receive_nowait())
+
+    def send_nowait(self, peer: bytes, message: bytes) -> None:
+        self._socket.send_nowait((peer, message))
+
+    def statistics(self) -> SocketStatistics:
+        """What its socket has done so far."""
+        return self._socket.statistics()
+
+
+class ZmqClient:
+    """See `ControlClient`."""
+
+    def __init__(self, socket: TrioSocket, url: str) -> None:
+        self._socket = socket
+        self._url = url
+
+    async def receive(self) -> bytes:
+        return _message(await self._socket.receive())
+
+    def receive_nowait(self) -> bytes:
+        return _message(self._socket.receive_nowait())
+
+    def send_nowait(self, message: bytes) -> None:
+        self._socket.send_nowait((message,))
+
+    def reconnect(self) -> None:
+        """Give up the connection, and what is queued for it, and make a new one.
+
+        For a server that stays silent. It may still hold this client's previous connection for alive, and then it
+        ignores whoever announces the same identity, on that connection for good.
+        """
+        self._socket.call(lambda socket: socket.disconnect(self._url))
+        self._socket.call(lambda socket: socket.connect(self._url))
+
+    def statistics(self) -> SocketStatistics:
+        """What its socket has done so far."""
+        return self._socket.statistics()
+
+
+class ZmqPushClient:
+    """Sends to whoever binds a PULL socket; there are no answers."""
+
+    def __init__(self, socket: TrioSocket) -> None:
+        self._socket = socket
+
+    def send_nowait(self, message: bytes) -> None:
+        """Queue a message; never blocks. trio.WouldBlock: the queue is full."""
+        self._socket.send_nowait((message,))
+
+
+class ZmqControl:
+    """Makes control channels in one ZMQ context; see `ControlTransport` and `open_zmq_control`."""
+
+    def __init__(self, context: Context, limits: ZmqLimits | None = None) -> None:
+        self._context = context
+        self._limits = limits or ZmqLimits()
+
+    @asynccontextmanager
+    async def serve(self, address: str) -> AsyncIterator[ZmqServer]:
+        """Bind a ROUTER. When the context has been left, the address is free again.
+
+        Raises:
+            ValueError: `address` is no address.
+            OSError: it cannot be resolved or bound; the text names it.
+        """
+        endpoint = parse_endpoint(address)
+        if isinstance(endpoint, Address):
+            endpoint = await resolve(endpoint)
+        with _translated(f"cannot bind {address}"):
+            raw = self._raw_socket(zmq.ROUTER, endpoint)
+            # Without it a ROUTER drops silently what is for a peer that is gone or full.
+            raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # A stranger that announces somebody's identity must not get his messages.
+            raw.setsockopt(zmq.ROUTER_HANDOVER, 0)
+            try:
+                raw.bind(endpoint.url)
+            except zmq.ZMQError:
+                raw.close(0)
+                raise
+        bound = raw.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        socket = TrioSocket(raw)
+        linger_ms = 0
+        try:
+            yield ZmqServer(socket, bound.rstrip(b"\0").decode())
+            linger_ms = LINGER_MS
+        finally:
+            if isinstance(endpoint, InprocAddress):
+                raw.unbind(endpoint.url)
+                socket.close(linger_ms)
+            else:
+                await socket.aclose_listener(linger_ms)
+
+    @asynccontextmanager
+    async def connect(self, address: str, identity: bytes) -> AsyncIterator[ZmqClient]:
+        """Connect a DEALER, in the background; it connects again by itself whenever the connection breaks.
+
+        Raises:
+            ValueError: `address` or `identity` is none.
+            OSError: there is no socket to be had.
+        """
+        if not 1 <= len(identity) <= IDENTITY_BYTES_MAX or identity.startswith(b"\0"):
+            raise ValueError(
+                f"{identity!r} is no identity: 1 to {IDENTITY_BYTES_MAX} bytes are, the first of them not zero"
+            )
+        async with self._connected(zmq.DEALER, address, identity) as (socket, url):
+            yield ZmqClient(socket, url)
+
+    @asynccontextmanager
+    async def connect_push(self, address: str) -> AsyncIterator[ZmqPushClient]:
+        """Connect a PUSH socket, in the background: for proxies that bind PULL.
+
+        Raises:
+            ValueError: `address` is no address.
+            OSError: there is no socket to be had.
+        """
+        async with self._connected(zmq.PUSH, address, b"") as (socket, _):
+            yield ZmqPushClient(socket)
+
+    @asynccontextmanager
+    async def _connected(self, kind: int, address: str, identity: bytes) -> AsyncIterator[tuple[TrioSocket, str]]:
+        endpoint = parse_peer_endpoint(address)
+        family = await _family_of(endpoint)
+        with _translated(f"cannot connect to {address}"):
+            raw = self._raw_socket(kind, family)
+            if identity:
+                raw.setsockopt(zmq.IDENTITY, identity)
+            try:
+                # The name, not what it means today: libzmq asks anew whenever it connects, and finds a peer that moved.
+                raw.connect(endpoint.url)
+            except zmq.ZMQError:
+                raw.close(0)
+                raise
+        socket = TrioSocket(raw)
+        linger_ms = 0
+        try:
+            yield socket, endpoint.url
+            linger_ms = LINGER_MS
+        finally:
+            socket.close(linger_ms)
+
+    def _raw_socket(self, kind: int, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        limits = self._limits
+        socket = self._context.socket(kind)
+        # With it on, libzmq looks for IPv6 addresses first and shows IPv4 ones as mapped.
+        socket.setsockopt(zmq.IPV6, int(isinstance(endpoint, Address) and endpoint.is_ipv6))
+        socket.setsockopt(zmq.SNDHWM, limits.queue_messages_max)
+        socket.setsockopt(zmq.RCVHWM, limits.queue_messages_max)
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes_max)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, limits.handshake_ms)
+        socket.setsockopt(zmq.RECONNECT_IVL, limits.reconnect_ms)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, limits.reconnect_max_ms)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, limits.heartbeat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, limits.heartbeat_ttl_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, limits.heartbeat_timeout_ms)
+        return socket
+
+
+@asynccontextmanager
+async def open_zmq_control(limits: ZmqLimits | None = None) -> AsyncIterator[ZmqControl]:
+    """Control channels in a ZMQ context of their own; leaving waits, a second at most, until last messages have left.
+
+    Leave the channels first.
+    """
+    context: Context = zmq.Context()
+    try:
+        yield ZmqControl(context, limits)
+    finally:
+        # Bounded by the sockets' linger, and in a thread, because it blocks.
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(context.term)
+
+
+async def _family_of(endpoint: Endpoint) -> Endpoint:
+    """An endpoint of the family to connect by. A name that cannot be resolved now may be so later: IPv4 is supposed."""
+    if isinstance(endpoint, InprocAddress) or endpoint.is_literal:
+        return endpoint
+    with trio.move_on_after(CONNECT_RESOLVE_TIMEOUT_S):
+        try:
+            return await resolve(endpoint)
+        except OSError:
+            pass
+    return endpoint
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except zmq.ZMQError as exc:
+        raise OSError(exc.errno, f"{what}: {exc.strerror}") from exc
+
+
+def _peer_and_message(frames: list[bytes]) -> tuple[bytes, bytes]:
+    return frames[0], frames[1] if len(frames) == 2 else b""
+
+
+def _message(frames: list[bytes]) -> bytes:
+    return frames[0] if len(frames) == 1 else b""

@@ -140,6 +140,7 @@ class Staged(Frame, frozen=True):
     """Daemon: fill these slots. One per key from `first` (position in the stage) on; -1: the receiver has it already.
 
     A stage larger than the staging buffer comes in several pieces, the next one after the engine has filled this one.
+    `piece` grows through all stages of a transfer.
     """
 
     transfer: Number

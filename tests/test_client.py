@@ -14,12 +14,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+
+try:
+    import torch
+except ImportError:  # its tests are for those who have it
+    torch = None
 
 from kvpd import client
 from kvpd.errors import (
@@ -169,6 +174,36 @@ def until_end(peer: Peer) -> None:
         pass
 
 
+def fill(slots: client.Staging, *, first: int = 0) -> None:
+    """Write chunk n, n counting from `first`, into each slot that wants one."""
+    for number, slot in enumerate(slots, first):
+        if slot is not None:
+            slot[:] = chunk(number, len(slot))
+
+
+def fill_some(slots: client.Staging, count: int) -> None:
+    """Write the first `count` slots and look at no more."""
+    for slot in itertools.islice(slots, count):
+        assert slot is not None
+        slot[:] = chunk(0)
+
+
+def send_one(link: client.SenderLink, *, req_id: str = "r", timeout: float | None = None) -> None:
+    """A request of one chunk."""
+    with link.open(req_id, receiver="d:1", total_chunks=1, timeout=timeout) as transfer:
+        stage_and_fill(transfer, 1)
+
+
+def stage_and_fill(transfer: client.Transfer, count: int) -> None:
+    with transfer.stage(keys(count)) as slots:
+        fill(slots)
+
+
+def claim_and_leave(link: client.ReceiverLink, timeout: float) -> None:
+    with link.claim("r", timeout):
+        pass
+
+
 # ------------------------------------------------------------------ attaching
 
 
@@ -194,10 +229,8 @@ def test_attaching_maps_the_buffer_and_keeps_no_descriptor_open_to_children(daem
     with daemon(script) as path, client.connect_sender(path) as link:
         assert (link.name, link.chunk_bytes, link.chunk_tokens) == ("test", CHUNK_BYTES, 256)
         for descriptor in set(os.listdir("/proc/self/fd")) - before:  # noqa: PTH208
-            try:
+            with suppress(OSError):  # the directory's own, closed by now
                 assert fcntl.fcntl(int(descriptor), fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-            except OSError:
-                pass  # the directory's own, closed by now
     assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
@@ -206,7 +239,7 @@ def test_no_daemon_is_an_error_that_names_the_path(tmp_path: Path) -> None:
     path = tmp_path / "nobody.sock"
     with pytest.raises(TransportError, match=f"cannot reach the daemon at {path}: No such file"):
         client.connect_sender(path)
-    with pytest.raises(TransportError, match="cannot reach the daemon at .*path too long"):
+    with pytest.raises(TransportError, match=r"cannot reach the daemon at .*path too long"):
         client.connect_sender(tmp_path / ("x" * 200))
 
 
@@ -300,16 +333,14 @@ def test_a_request_travels_whole(daemon: Any) -> None:
         assert peer.expect(Close) == Close(opened.transfer)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
-        with link.open("r", receiver="d:1", total_chunks=3, notify="p:2") as transfer:
-            with transfer.stage(keys(3), last_chunk_bytes=10) as slots:
-                assert len(slots) == 3
-                lengths = []
-                for number, slot in enumerate(slots):
-                    lengths.append(None if slot is None else len(slot))
-                    if slot is not None:
-                        slot[:] = chunk(number, len(slot))
-        assert lengths == [CHUNK_BYTES, None, 10]
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        link.open("r", receiver="d:1", total_chunks=3, notify="p:2") as transfer,
+        transfer.stage(keys(3), last_chunk_bytes=10) as slots,
+    ):
+        assert len(slots) == 3
+        fill(slots)
 
 
 def test_pieces_are_filled_one_after_the_other(daemon: Any) -> None:
@@ -325,17 +356,21 @@ def test_pieces_are_filled_one_after_the_other(daemon: Any) -> None:
         peer.send(Ended(transfer))
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
-        with link.open("r", receiver="d:1", total_chunks=5) as transfer, transfer.stage(keys(5)) as slots:
-            kept = []
-            for slot, data in zip(slots, map(chunk, range(5)), strict=True):
-                assert slot is not None
-                slot[:] = data
-                kept.append(slot)
-            with pytest.raises(LocalProtocolError, match="sent already"):
-                kept[0][:] = chunk(9)
-            with pytest.raises(LocalProtocolError, match="sent already"):
-                kept[0].view  # noqa: B018
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        link.open("r", receiver="d:1", total_chunks=5) as transfer,
+        transfer.stage(keys(5)) as slots,
+    ):
+        kept = []
+        for slot, data in zip(slots, map(chunk, range(5)), strict=True):
+            assert slot is not None
+            slot[:] = data
+            kept.append(slot)
+        with pytest.raises(LocalProtocolError, match="sent already"):
+            kept[0][:] = chunk(9)
+        with pytest.raises(LocalProtocolError, match="sent already"):
+            kept[0].view  # noqa: B018
 
 
 def test_every_kind_of_memory_fills_a_slot(daemon: Any) -> None:
@@ -349,11 +384,7 @@ def test_every_kind_of_memory_fills_a_slot(daemon: Any) -> None:
     raw = np.frombuffer(chunk(0), np.uint8)
     values += [raw, raw.view(np.float16).reshape(4, 8), raw.view(">f4"), raw.view(np.complex64), raw.view("M8[s]")]
     values += [raw.view(np.dtype([("a", "u4"), ("b", "f4")])), raw.view(bool).reshape(2, 1, 32)]
-    try:
-        import torch
-    except ImportError:
-        pass
-    else:
+    if torch is not None:
         tensor = torch.frombuffer(bytearray(chunk(0)), dtype=torch.uint8)
         values += [tensor.view(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn)]
         values += [tensor.view(torch.float32).clone().requires_grad_(), tensor.reshape(2, 32)]
@@ -390,32 +421,41 @@ def test_a_slot_can_be_filled_in_place(daemon: Any) -> None:
         peer.send(Ended(transfer))
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
-        with link.open("r", receiver="d:1", total_chunks=1) as transfer, transfer.stage(keys(1)) as slots:
-            for slot in slots:
-                assert slot is not None
-                np.frombuffer(slot.view, np.uint8)[:] = 8
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        link.open("r", receiver="d:1", total_chunks=1) as transfer,
+        transfer.stage(keys(1)) as slots,
+    ):
+        for slot in slots:
+            assert slot is not None
+            np.frombuffer(slot.view, np.uint8)[:] = 8
 
 
 @contextmanager
 def one_slot(daemon: Any) -> Iterator[client.Slot]:
-    """A slot of a transfer that is cancelled in the end."""
+    """A slot that is written properly in the end: no refusal may have spoilt it."""
 
     def script(peer: Peer) -> None:
         transfer = peer.expect(Open).transfer
         peer.expect(Stage)
         peer.send(Staged(transfer, 0, 0, 0, (0,), True))
-        peer.expect(Cancel)
+        peer.expect(Filled)
+        assert peer.slot(0) == chunk(0)
+        peer.send(Ended(transfer))
         peer.expect(Close)
-        assert peer.slot(0) == bytes(CHUNK_BYTES)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link, pytest.raises(ZeroDivisionError):
-        with link.open("r", receiver="d:1", total_chunks=1) as transfer, transfer.stage(keys(1)) as slots:
-            slot = next(slots)
-            assert slot is not None
-            yield slot
-            raise ZeroDivisionError
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        link.open("r", receiver="d:1", total_chunks=1) as transfer,
+        transfer.stage(keys(1)) as slots,
+    ):
+        slot = next(slots)
+        assert slot is not None
+        yield slot
+        slot[:] = chunk(0)
 
 
 @pytest.mark.parametrize("length", [0, CHUNK_BYTES - 1, CHUNK_BYTES + 1])
@@ -460,12 +500,14 @@ def test_a_slot_that_nobody_wrote_is_never_sent(daemon: Any) -> None:
         peer.expect(Close)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
-        with pytest.raises(LocalProtocolError, match="chunk 2 of a stage of 3 was never written"):
-            with link.open("r", receiver="d:1", total_chunks=3) as transfer, transfer.stage(keys(3)) as slots:
-                for slot, data in zip(slots, [chunk(0)], strict=False):
-                    assert slot is not None
-                    slot[:] = data
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        pytest.raises(LocalProtocolError, match="chunk 2 of a stage of 3 was never written"),
+        link.open("r", receiver="d:1", total_chunks=3) as transfer,
+        transfer.stage(keys(3)) as slots,
+    ):
+        fill_some(slots, 1)
 
 
 def test_a_stage_that_is_left_early_is_cancelled(daemon: Any) -> None:
@@ -479,13 +521,14 @@ def test_a_stage_that_is_left_early_is_cancelled(daemon: Any) -> None:
         peer.expect(Close)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
-        with pytest.raises(LocalProtocolError, match="a stage of 2 chunks was left after 1"):
-            with link.open("r", receiver="d:1", total_chunks=2) as transfer, transfer.stage(keys(2)) as slots:
-                for slot in slots:
-                    assert slot is not None
-                    slot[:] = chunk(0)
-                    break
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        pytest.raises(LocalProtocolError, match="a stage of 2 chunks was left after 1"),
+        link.open("r", receiver="d:1", total_chunks=2) as transfer,
+        transfer.stage(keys(2)) as slots,
+    ):
+        fill_some(slots, 1)
 
 
 def test_a_transfer_that_is_left_incomplete_is_an_error(daemon: Any) -> None:
@@ -499,12 +542,16 @@ def test_a_transfer_that_is_left_incomplete_is_an_error(daemon: Any) -> None:
         until_end(peer)
 
     with daemon(script) as path, client.connect_sender(path) as link:
-        with pytest.raises(LocalProtocolError, match="0 of 3 chunks staged"):
-            with link.open("r", receiver="d:1", total_chunks=3):
-                pass
-        with pytest.raises(LocalProtocolError, match="3 of 3 chunks staged and 1 stages not filled"):
-            with link.open("r", receiver="d:1", total_chunks=3) as transfer:
-                transfer.stage(keys(3))
+        with (
+            pytest.raises(LocalProtocolError, match="0 of 3 chunks staged"),
+            link.open("r", receiver="d:1", total_chunks=3),
+        ):
+            pass
+        with (
+            pytest.raises(LocalProtocolError, match="3 of 3 chunks staged and 1 stages not filled"),
+            link.open("r", receiver="d:1", total_chunks=3) as transfer,
+        ):
+            transfer.stage(keys(3))
 
 
 def test_a_refusal_is_raised_by_stage_and_again_by_later_ones(daemon: Any) -> None:
@@ -518,16 +565,15 @@ def test_a_refusal_is_raised_by_stage_and_again_by_later_ones(daemon: Any) -> No
         peer.expect(Close)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link, pytest.raises(AdmissionRefused):
-        with link.open("r", receiver="d:1", total_chunks=2) as transfer:
-            with pytest.raises(AdmissionRefused, match="1024 wait") as refused, transfer.stage(keys(1)):
-                pass
-            assert (refused.value.code, refused.value.retry_after_s) == (ErrorCode.QUEUE_FULL, 0.5)
+    with daemon(script) as path, client.connect_sender(path) as link:
+        transfer = link.open("r", receiver="d:1", total_chunks=2)
+        with pytest.raises(AdmissionRefused, match="1024 wait") as refused:
+            stage_and_fill(transfer, 1)
+        assert (refused.value.code, refused.value.retry_after_s) == (ErrorCode.QUEUE_FULL, 0.5)
+        for call in (lambda: transfer.stage(keys(1)), transfer.touch, lambda: transfer.__exit__(None, None, None)):
             with pytest.raises(AdmissionRefused):
-                transfer.stage(keys(1))
-            with pytest.raises(AdmissionRefused):
-                transfer.touch()
-            transfer.cancel()
+                call()
+        transfer.cancel()
 
 
 def test_a_failure_while_leaving_is_raised(daemon: Any) -> None:
@@ -542,17 +588,12 @@ def test_a_failure_while_leaving_is_raised(daemon: Any) -> None:
         peer.expect(Close)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
-        with pytest.raises(TransferFailed, match="rolled it back"):
-            send_one(link)
-
-
-def send_one(link: client.SenderLink, *, req_id: str = "r", timeout: float | None = None) -> None:
-    with link.open(req_id, receiver="d:1", total_chunks=1, timeout=timeout) as transfer:
-        with transfer.stage(keys(1)) as slots:
-            for slot in slots:
-                assert slot is not None
-                slot[:] = chunk(0)
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        pytest.raises(TransferFailed, match="rolled it back"),
+    ):
+        send_one(link)
 
 
 def test_leaving_waits_no_longer_than_its_timeout(daemon: Any) -> None:
@@ -565,12 +606,14 @@ def test_leaving_waits_no_longer_than_its_timeout(daemon: Any) -> None:
         peer.expect(Filled)
         peer.expect(Close)
         peer.send(Ended(transfer, LinkError(ErrorCode.CANCELLED)))  # late, and nobody's any more
+        peer.send(Stats(peer.expect(StatsRequest).call, {}))
         until_end(peer)
 
     with daemon(script) as path, client.connect_sender(path) as link:
         with pytest.raises(TransferFailed, match=r"not over within 0\.05 s") as failed:
             send_one(link, timeout=0.05)
         assert failed.value.code is ErrorCode.REQUEST_TIMEOUT
+        assert link.stats() == {}
 
 
 def test_the_next_batch_is_asked_for_before_this_one_is_filled(daemon: Any) -> None:
@@ -588,17 +631,16 @@ def test_the_next_batch_is_asked_for_before_this_one_is_filled(daemon: Any) -> N
         peer.send(Ended(transfer))
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
-        with link.open("r", receiver="d:1", total_chunks=2) as transfer:
-            with transfer.stage(keys(1)) as slots:
-                following = transfer.stage(keys(1))
-                for slot in slots:
-                    assert slot is not None
-                    slot[:] = chunk(0)
-            with following as slots:
-                for slot in slots:
-                    assert slot is not None
-                    slot[:] = chunk(1)
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        link.open("r", receiver="d:1", total_chunks=2) as transfer,
+    ):
+        with transfer.stage(keys(1)) as slots:
+            following = transfer.stage(keys(1))
+            fill(slots)
+        with following as slots:
+            fill(slots, first=1)
 
 
 def test_waiting_for_a_deferred_stage_with_unfilled_slots_is_refused(daemon: Any) -> None:
@@ -614,11 +656,14 @@ def test_waiting_for_a_deferred_stage_with_unfilled_slots_is_refused(daemon: Any
         peer.expect(Close)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
-        with pytest.raises(LocalProtocolError, match="fill and leave it first"):
-            with link.open("r", receiver="d:1", total_chunks=2) as transfer, transfer.stage(keys(1)):
-                with transfer.stage(keys(1)):
-                    pass
+    with (
+        daemon(script) as path,
+        client.connect_sender(path) as link,
+        pytest.raises(LocalProtocolError, match="fill and leave it first"),
+        link.open("r", receiver="d:1", total_chunks=2) as transfer,
+        transfer.stage(keys(1)),
+    ):
+        stage_and_fill(transfer, 1)
 
 
 def test_cancel_from_another_thread_ends_the_wait(daemon: Any) -> None:
@@ -635,17 +680,40 @@ def test_cancel_from_another_thread_ends_the_wait(daemon: Any) -> None:
 
     with daemon(script) as path, client.connect_sender(path) as link:
         transfer = link.open("r", receiver="d:1", total_chunks=1)
-        with pytest.raises(TransferCancelled, match="asked for it"), transfer:
-            staging = transfer.stage(keys(1))
-            transfer.touch()
-            thread = threading.Thread(target=transfer.cancel)
-            thread.start()
-            with staging:
-                pass
+        staging = transfer.stage(keys(1))
+        transfer.touch()
+        thread = threading.Thread(target=transfer.cancel)
+        thread.start()
+        with pytest.raises(TransferCancelled, match="asked for it"), transfer, staging:
+            pass
         thread.join()
         transfer.cancel()
         with pytest.raises(LocalProtocolError, match="was left"):
             transfer.stage(keys(1))
+
+
+def test_nothing_follows_a_close(daemon: Any) -> None:
+    """A daemon that hears of a transfer that it knows no more ends the connection, and every other request with it."""
+    rounds = 200
+
+    def script(peer: Peer) -> None:
+        for _ in range(rounds):
+            transfer = peer.expect(Open).transfer
+            frames = []
+            while not isinstance(frame := peer.next(), Close):
+                frames.append(frame)
+            assert frame.transfer == transfer
+            assert frames in ([], [Cancel(transfer)])
+        until_end(peer)
+
+    with daemon(script) as path, client.connect_sender(path) as link:
+        for _ in range(rounds):
+            transfer = link.open("r", receiver="d:1", total_chunks=1)
+            thread = threading.Thread(target=transfer.cancel)
+            thread.start()
+            with pytest.raises(ZeroDivisionError), transfer:
+                raise ZeroDivisionError
+            thread.join()
 
 
 def test_two_threads_share_a_link(daemon: Any) -> None:
@@ -674,11 +742,11 @@ def test_two_threads_share_a_link(daemon: Any) -> None:
     def work(link: client.SenderLink, number: int, outcomes: list[str]) -> None:
         for _ in range(rounds):
             try:
-                with link.open(str(number), receiver="d:1", total_chunks=1) as transfer:
-                    with transfer.stage(keys(1)) as slots:
-                        for slot in slots:
-                            assert slot is not None
-                            slot[:] = chunk(number)
+                with (
+                    link.open(str(number), receiver="d:1", total_chunks=1) as transfer,
+                    transfer.stage(keys(1)) as slots,
+                ):
+                    fill(slots, first=number)
                 outcomes.append("ok")
             except TransferFailed:
                 outcomes.append("revoked")
@@ -830,17 +898,24 @@ def test_an_interrupted_claim_is_released(daemon: Any) -> None:
         assert peer.expect(Release) == Release(claim.claim)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_receiver(path) as link:
-        with pytest.raises(KeyboardInterrupt), link.claim("r", 60):
-            pass
+    with (
+        daemon(script) as path,
+        client.connect_receiver(path) as link,
+        pytest.raises(KeyboardInterrupt),
+        link.claim("r", 60),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), 1e10])
 def test_an_impossible_claim_timeout_is_refused(daemon: Any, timeout: float) -> None:
     """P91: the meaning of 0 is documented, that of -1 is none."""
-    with daemon(until_end) as path, client.connect_receiver(path) as link:
-        with pytest.raises(LocalProtocolError, match="timeout of"):
-            link.claim("r", timeout)
+    with (
+        daemon(until_end) as path,
+        client.connect_receiver(path) as link,
+        pytest.raises(LocalProtocolError, match="timeout of"),
+    ):
+        link.claim("r", timeout)
 
 
 # ------------------------------------------------------------------ events, counters, cancelling by name
@@ -888,9 +963,12 @@ def test_cancel_by_name_needs_no_handle_and_never_raises(daemon: Any) -> None:
 def test_a_daemon_without_counters_is_not_waited_for(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Telemetry must not stop an engine (P85)."""
     monkeypatch.setattr("kvpd.client._link.STATS_TIMEOUT_S", 0.05)
-    with daemon(until_end) as path, client.connect_receiver(path) as link:
-        with pytest.raises(TransferFailed, match="gave no counters"):
-            link.stats()
+    with (
+        daemon(until_end) as path,
+        client.connect_receiver(path) as link,
+        pytest.raises(TransferFailed, match="gave no counters"),
+    ):
+        link.stats()
 
 
 # ------------------------------------------------------------------ the end
@@ -912,15 +990,18 @@ def test_a_dead_daemon_ends_every_call_that_waits(daemon: Any, call: str) -> Non
 
     with daemon(script) as path:
         link = client.connect_sender(path) if call in ("stage", "leave") else client.connect_receiver(path)
+
+        def wait() -> None:
+            if isinstance(link, client.SenderLink):
+                send_one(link)
+            elif call == "claim":
+                claim_and_leave(link, 60)
+            else:
+                list(link.events())
+
         with link:
             with pytest.raises(TransferFailed, match=str(path)) as failed:
-                if isinstance(link, client.SenderLink):
-                    send_one(link)
-                elif call == "claim":
-                    with link.claim("r", 60):
-                        pass
-                else:
-                    list(link.events())
+                wait()
             assert failed.value.code is ErrorCode.PEER_LOST
             with pytest.raises(TransferFailed, match=str(path)):
                 link.stats()
@@ -937,7 +1018,7 @@ GARBAGE = {
     "a slot beyond the buffer": encode_frame(Staged(1, 0, 0, 0, (SLOTS,), True)),
     "a slot before the buffer": encode_frame(Staged(1, 0, 0, 0, (-2,), True)),
     "more slots than keys": encode_frame(Staged(1, 0, 0, 0, (0, 1), True)),
-    "a piece out of order": encode_frame(Staged(1, 0, 1, 0, (0,), True)),
+    "a piece twice": 2 * encode_frame(Staged(1, 0, 0, 0, (0,), True)),
     "a piece with a gap": encode_frame(Staged(1, 0, 0, 1, (), True)),
     "an end too early": encode_frame(Staged(1, 0, 0, 0, (), True)),
     "a refusal": encode_frame(Rejected("you bore me")),
@@ -1029,19 +1110,23 @@ def test_closing_waits_for_whoever_still_writes(daemon: Any) -> None:
         peer.expect(Stage)
         peer.send(Staged(transfer, 0, 0, 0, (0,), True))
         assert closed.wait(DEADLINE_S)
-        peer.send(Ended(transfer, LinkError(ErrorCode.REVOKED)))  # still read, because the connection still lives
         assert peer.expect(Close) == Close(transfer)
+        assert peer.slot(0) == chunk(0)
         assert peer.next() is None
+
+    def close_and_fill(link: client.SenderLink, slots: client.Staging) -> None:
+        link.close()
+        closed.set()
+        fill(slots)
 
     with daemon(script) as path:
         link = client.connect_sender(path)
-        with pytest.raises(TransferError), link.open("r", receiver="d:1", total_chunks=1) as transfer:
-            with transfer.stage(keys(1)) as slots:
-                for slot in slots:
-                    link.close()
-                    closed.set()
-                    assert slot is not None
-                    slot[:] = chunk(0)
+        with (
+            pytest.raises(LocalProtocolError, match="was closed"),
+            link.open("r", receiver="d:1", total_chunks=1) as transfer,
+            transfer.stage(keys(1)) as slots,
+        ):
+            close_and_fill(link, slots)
 
 
 def test_a_forked_child_is_refused_and_does_no_harm(daemon: Any) -> None:
@@ -1053,24 +1138,28 @@ def test_a_forked_child_is_refused_and_does_no_harm(daemon: Any) -> None:
         assert isinstance(peer.next(), Close)
         until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link, pytest.raises(ZeroDivisionError):
-        with link.open("r", receiver="d:1", total_chunks=1) as transfer:
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    calls: list[Callable[[], Any]] = [link.stats, transfer.touch, lambda: transfer.stage(keys(1))]
-                    calls += [lambda: link.open("x", receiver="d:1", total_chunks=1), lambda: list(link.events(0))]
-                    for call in calls:
-                        with pytest.raises(LocalProtocolError, match="belongs to process"):
-                            call()
-                    transfer.cancel()
-                    link.cancel("r")
-                    transfer.__exit__(None, None, None)
-                    link.close()
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitpid(child, 0)[1] == 0
-            assert link.stats() == {"alive": 1.0}
+    def in_child(link: client.SenderLink, transfer: client.Transfer) -> None:
+        calls: list[Callable[[], Any]] = [link.stats, transfer.touch, lambda: transfer.stage(keys(1))]
+        calls += [lambda: link.open("x", receiver="d:1", total_chunks=1), lambda: list(link.events(0))]
+        for call in calls:
+            with pytest.raises(LocalProtocolError, match="belongs to process"):
+                call()
+        transfer.cancel()
+        link.cancel("r")
+        transfer.__exit__(None, None, None)
+        link.close()
+
+    with daemon(script) as path, client.connect_sender(path) as link:
+        transfer = link.open("r", receiver="d:1", total_chunks=1)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                in_child(link, transfer)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert link.stats() == {"alive": 1.0}
+        with pytest.raises(ZeroDivisionError), transfer:
             raise ZeroDivisionError

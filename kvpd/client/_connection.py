@@ -98,8 +98,8 @@ class Connection:
             raise RemoteProtocolError(f"a frame about number {number}, which was never given")
         return self._open.get(number)
 
-    def send(self, frame: Frame) -> None:
-        """Send a frame.
+    def send(self, frame: Frame, sent: list[int] | None = None) -> None:
+        """Send a frame. `sent` collects the bytes that left, for who must know it when a call was interrupted.
 
         Raises:
             LocalProtocolError: it cannot be expressed, the link was closed, or made by another process.
@@ -110,26 +110,30 @@ class Connection:
             data = encode_frame(frame)
         except (ValueError, TypeError, OverflowError, msgspec.MsgspecError) as exc:
             raise LocalProtocolError(f"this {type(frame).__name__} cannot be sent: {exc}") from exc
-        self._write(data)
+        self._write(data, [] if sent is None else sent)
 
     def send_last(self, frame: Frame) -> None:
         """Send a frame that ends something: also while closing, and without a word where there is nobody to tell."""
         if not self.is_ours or self._lost is not None:
             return
         with contextlib.suppress(TransferError):  # whom it was for is gone, and holds nothing of ours any more
-            self._write(encode_frame(frame))
+            self._write(encode_frame(frame), [])
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, sent: list[int]) -> None:
+        view = memoryview(data)
         with self._sending:
             try:
-                self._socket.sendall(data)
+                while (done := sum(sent)) < len(view):
+                    # One call from the interpreter's view, so that an interrupt (Ctrl-C) finds the count and the bytes
+                    # that left in agreement.
+                    sent.extend(map(self._socket.send, (view[done:],)))
             except OSError as exc:
                 self.end(LinkError(ErrorCode.PEER_LOST, f"the daemon at {self.path} takes no more frames: {exc}"))
                 assert self._lost is not None
                 raise self._lost.exception() from exc
             except BaseException:
-                # Interrupted: half a frame may have left, and nothing after it could be understood.
-                self.end(LinkError(ErrorCode.CANCELLED, f"an interrupt cut a frame to the daemon at {self.path}"))
+                if 0 < sum(sent) < len(view):  # nothing behind half a frame could be understood
+                    self.end(LinkError(ErrorCode.CANCELLED, f"an interrupt cut a frame to the daemon at {self.path}"))
                 raise
 
     # ------------------------------------------------------------------ waiting

@@ -63,7 +63,9 @@ class Link:
 
         Raises:
             TransferFailed: the daemon is lost; the events that came before have been given.
+            LocalProtocolError: the timeout is impossible, or this is a forked child.
         """
+        checked_timeout(timeout)
         while (event := self._next_event(timeout)) is not None:
             yield event
 

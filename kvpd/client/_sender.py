@@ -6,6 +6,7 @@ no more; until then the daemon gives them to nobody else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
@@ -35,7 +36,8 @@ class Transfer:
     """One request on its way: `with link.open(...) as transfer`.
 
     Leaving normally waits until everything has landed, was acknowledged, and the proxy was told; leaving by an
-    exception cancels. One thread stages; any thread may cancel.
+    exception cancels. Either tells the daemon that its slots are written no more, so a transfer that was opened must be
+    entered and left. One thread stages; any thread may cancel.
     """
 
     def __init__(self, connection: Connection, total_chunks: int, timeout: float | None) -> None:
@@ -49,6 +51,7 @@ class Transfer:
         self._last_was_staged = False
         self._ended: Ended | None = None
         self._left = False
+        self._leaving = threading.Lock()  # nothing about a transfer may follow its Close: the daemon knows it no more
 
     # ------------------------------------------------------------------ the engine's calls
 
@@ -87,13 +90,18 @@ class Transfer:
         Raises:
             TransferError: the transfer has ended.
         """
-        self._check_usable()
-        self.connection.send(Touch(self.number))
+        self.connection.check_process()
+        with self._leaving:
+            self._check_usable()
+            self.connection.send(Touch(self.number))
 
     def cancel(self) -> None:
         """End the transfer, whatever its state. From any thread; never raises."""
-        if self._ended is None and not self._left:
-            self.connection.send_last(Cancel(self.number))
+        if not self.connection.is_ours:
+            return
+        with self._leaving:
+            if self._ended is None and not self._left:
+                self.connection.send_last(Cancel(self.number))
 
     def __enter__(self) -> Self:
         return self
@@ -129,12 +137,13 @@ class Transfer:
             raise TransferFailed(ErrorCode.REQUEST_TIMEOUT, detail)
 
     def _leave(self) -> None:
-        if self._left:
-            return
-        self._left = True
         for stage in self._stages:
             stage.revoke_slots()
-        self.connection.send_last(Close(self.number))
+        with self._leaving:
+            if self._left:
+                return
+            self._left = True
+            self.connection.send_last(Close(self.number))
         self.connection.leave(self.number)
 
     # ------------------------------------------------------------------ for its stages
@@ -218,9 +227,12 @@ class SenderLink(Link):
             raise LocalProtocolError(f"a request of {total_chunks} chunks")
         transfer = Transfer(connection, total_chunks, checked_timeout(timeout))
         connection.enter(transfer.number, transfer)
+        sent: list[int] = []
         try:
-            connection.send(Open(transfer.number, req_id, receiver, total_chunks, notify))
+            connection.send(Open(transfer.number, req_id, receiver, total_chunks, notify), sent)
         except BaseException:
+            if sent:  # interrupted, but opened all the same
+                connection.send_last(Close(transfer.number))
             connection.leave(transfer.number)
             raise
         return transfer

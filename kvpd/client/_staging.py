@@ -35,7 +35,7 @@ class Staging:
         # The reader thread's, under the lock.
         self._pieces: deque[Staged] = deque()
         self._announced = 0  # how many entries the pieces so far have
-        self._next_piece = 0
+        self._newest_piece = -1  # the daemon numbers a transfer's pieces through all of its stages
         self._deferred = False
         # The engine's.
         self._piece: Staged | None = None
@@ -149,7 +149,7 @@ class Staging:
         announced = self._announced + len(piece.slots)
         if (
             piece.first != self._announced
-            or piece.piece != self._next_piece
+            or piece.piece <= self._newest_piece
             or announced > self._keys
             or piece.is_last_piece != (announced == self._keys)
             or not piece.slots
@@ -157,7 +157,7 @@ class Staging:
         ):
             raise RemoteProtocolError(f"piece {piece.piece} does not continue a stage of {self._keys} chunks")
         self._announced = announced
-        self._next_piece += 1
+        self._newest_piece = piece.piece
         self._pieces.append(piece)
 
     def defer(self) -> None:

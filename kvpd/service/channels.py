@@ -69,8 +69,9 @@ class Channel:
     async def run(self, control: ControlTransport, identity: bytes) -> None:
         """The task: connect, and hand over what arrives."""
         try:
-            with self._scope:
-                async with control.connect(self.address, identity) as client:
+            # Closed from within, a channel lets its last words leave.
+            async with control.connect(self.address, identity) as client:
+                with self._scope:
                     self._connected(client)
                     await self._hear(client)
         except OSError as exc:
@@ -80,8 +81,8 @@ class Channel:
         """The task of a channel that is never answered."""
         assert isinstance(control, PushTransport), "this control transport cannot push"
         try:
-            with self._scope:
-                async with control.connect_push(self.address) as client:
+            async with control.connect_push(self.address) as client:
+                with self._scope:
                     self._connected(client)
                     await trio.sleep_forever()
         except OSError as exc:
@@ -134,8 +135,16 @@ class ProxyChannels:
         if len(self._channels) >= _PROXIES_MAX:
             self._channels.popitem(last=False)[1].close()
         channel = self._channels[address] = Channel(address, self._on_message, self._on_dropped)
-        if self._acknowledged:
-            self._nursery.start_soon(channel.run, self._control, self._identity)
-        else:
-            self._nursery.start_soon(channel.run_push, self._control)
+        self._nursery.start_soon(self._run, channel)
         return channel
+
+    async def _run(self, channel: Channel) -> None:
+        try:
+            if self._acknowledged:
+                await channel.run(self._control, self._identity)
+            else:
+                await channel.run_push(self._control)
+        finally:
+            # One that failed is made anew for the next notification.
+            if self._channels.get(channel.address) is channel:
+                del self._channels[channel.address]

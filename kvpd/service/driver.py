@@ -44,6 +44,11 @@ class Driver(Generic[E, A]):
         self._sleep = trio.CancelScope()
         self._after_step: Callable[[], None] = lambda: None
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether events are ignored by now."""
+        return self._is_stopped
+
     def on_step(self, callback: Callable[[], None]) -> None:
         """Call back after every step, when all that followed from an event has been carried out."""
         self._after_step = callback

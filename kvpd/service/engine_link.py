@@ -82,8 +82,8 @@ class Connection:
         except trio.WouldBlock:
             log.warning("engine_cut_off", engine=self.label, queued=_FRAMES_QUEUED_MAX)
             self.scope.cancel()
-        except trio.BrokenResourceError:
-            return  # the connection is ending: its writer has stopped
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return  # the connection is ending: its writer has stopped, or writes its last words
 
     async def write(self) -> None:
         """The writing task: frames that wait together leave together."""
@@ -251,7 +251,10 @@ class EngineServer:
             raise RemoteProtocolError(f"rank {frame.rank}; this daemon has {len(memory.descriptors)} regions")
         data = encode_frame(memory.attached)
         fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(fd.to_bytes(4, "little") for fd in memory.descriptors))]
-        sent = await stream.socket.sendmsg([data], fds)
+        try:
+            sent = await stream.socket.sendmsg([data], fds)
+        except OSError as exc:
+            raise trio.BrokenResourceError(f"the engine did not wait for its answer: {exc}") from exc
         if sent < len(data):
             await stream.send_all(data[sent:])
         log.info("engine_attached", engine=connection.label, rank=frame.rank)

@@ -10,6 +10,7 @@ its process watched. Where a thing is decided is kvpd.core.receiver's business, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,7 +26,7 @@ from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancel
 from kvpd.core.messages import HostIdentity, Region, decode, encode
 from kvpd.core.receiver import ReceiverCore, ReceiverSettings
 from kvpd.core.receiver import events as ev
-from kvpd.errors import RemoteProtocolError, TransportError
+from kvpd.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, TransferCancelled, TransportError
 from kvpd.log import get_logger
 from kvpd.metrics import Health, ReceiverMetrics
 from kvpd.service.buffer import Buffer
@@ -109,9 +110,10 @@ class Receiver:
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         assert self._running is not None
-        return await self._running.__aexit__(exc_type, exc, trace)
+        # What the caller raises is none of our tasks' business: their nurseries would wrap it in a group.
+        await self._running.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def _run(self) -> AsyncIterator[None]:
@@ -135,6 +137,7 @@ class Receiver:
                     yield
                 finally:
                     self._driver.stop()
+                    self._own_claims.close()
                     self._nursery.cancel_scope.cancel()
 
     @property
@@ -241,13 +244,18 @@ class Receiver:
             target.close()
             return
         self._targets[session_no] = target
+        try:
+            pidfd = open_process(process) if process is not None else None
+        except OSError as exc:
+            # What cannot be watched can never be fenced: nothing may be written through it.
+            self.feed(ev.SessionFailed(session_no, f"the sender's process cannot be watched: {exc}"))
+            return
         region = Region(0, target.worker_address, target.base_address, target.length, target.rkey)
         self.feed(ev.SessionOpened(session_no, (region,)))
         if process is not None:
-            await self._watch_process(session_no, process)
+            await self._watch_process(session_no, pidfd)
 
-    async def _watch_process(self, session_no: int, process: HostIdentity) -> None:
-        pidfd = open_process(process)
+    async def _watch_process(self, session_no: int, pidfd: int | None) -> None:
         if pidfd is not None:
             with trio.CancelScope() as self._watches[session_no]:
                 await wait_dead(pidfd)
@@ -276,12 +284,18 @@ class Receiver:
 
         Raises:
             TransferError: it failed, was revoked, claimed before, ambiguous, or not complete within `timeout_s`.
+            LocalProtocolError: the receiver does not run.
         """
+        if self._running is None or self._driver.is_stopped:
+            raise LocalProtocolError("this receiver does not run: claim while it is entered")
         number, answers = self._own_claims.begin()
         self.feed(ev.ClaimRequested(self._own_engine, number, req_id, rank, timeout_s, sender_id))
         chunks: list[Chunk] = []
         try:
-            answer = await answers.receive()
+            try:
+                answer = await answers.receive()
+            except trio.EndOfChannel:
+                raise TransferCancelled(ErrorCode.CANCELLED, "the receiver was closed") from None
             if isinstance(answer, ev.RefuseClaim):
                 raise answer.error
             chunks += [
@@ -291,7 +305,8 @@ class Receiver:
             yield chunks
         finally:
             for chunk in chunks:
-                chunk.view.release()
+                with contextlib.suppress(BufferError):  # an array of the caller's still refers to it
+                    chunk.view.release()
             self._own_claims.end(number)
             self.feed(ev.ClaimReleased(self._own_engine, number))
 
@@ -314,6 +329,11 @@ class _OwnClaims:
 
     def end(self, number: int) -> None:
         self._waiting.pop(number).close()
+
+    def close(self) -> None:
+        """Nobody will be answered any more."""
+        for answers in self._waiting.values():
+            answers.close()
 
     def granted(self, grant: ev.GrantClaim) -> None:
         self._waiting[grant.claim].send_nowait(grant)

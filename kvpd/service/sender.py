@@ -26,8 +26,10 @@ from kvpd.core.messages import HostIdentity, ProxyAck, Region, decode, encode
 from kvpd.core.sender import SenderCore, SenderSettings
 from kvpd.core.sender import events as ev
 from kvpd.errors import (
+    ErrorCode,
     LocalProtocolError,
     RemoteProtocolError,
+    TransferCancelled,
     TransferError,
     TransportError,
 )
@@ -111,9 +113,10 @@ class Sender:
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         assert self._running is not None
-        return await self._running.__aexit__(exc_type, exc, trace)
+        # What the caller raises is none of our tasks' business: their nurseries would wrap it in a group.
+        await self._running.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def _run(self) -> AsyncIterator[None]:
@@ -143,8 +146,18 @@ class Sender:
                 try:
                     yield
                 finally:
-                    self._driver.stop()
-                    self._nursery.cancel_scope.cancel()
+                    self._close()
+
+    def _close(self) -> None:
+        """End everything, now: whoever still waits for a transfer is told, and no put is waited for."""
+        self._driver.stop()
+        for sink in self._sinks.values():
+            sink.ended(TransferCancelled(ErrorCode.CANCELLED, "the sender was closed"))
+        self._sinks.clear()
+        for endpoint in self._endpoints.values():
+            if endpoint is not None:
+                endpoint.force_close()
+        self._nursery.cancel_scope.cancel()
 
     def _identity(self) -> bytes:
         """What a channel announces itself by: never one that a connection of ours may still bear at the peer."""
@@ -296,8 +309,10 @@ class Sender:
         """Open a transfer whose events go to `sink`: its number. A refusal comes as `sink.ended`.
 
         Raises:
-            LocalProtocolError: `receiver` or `notify` is no address.
+            LocalProtocolError: `receiver` or `notify` is no address, or the sender does not run.
         """
+        if self._running is None or self._driver.is_stopped:
+            raise LocalProtocolError("this sender does not run: open transfers while it is entered")
         receiver_address = _peer_address("receiver", receiver)
         notify_address = _peer_address("notify", notify) if notify is not None else None
         number = next(self._transfer_numbers)
@@ -319,13 +334,14 @@ class Sender:
         Leaving by an exception or a cancellation cancels the transfer.
 
         Raises:
-            LocalProtocolError: an address is none.
+            LocalProtocolError: an address is none; or, on leaving, not all chunks were staged.
             TransferError: refused, failed, revoked or cancelled; raised by the first `stage` or on leaving.
         """
-        transfer = Transfer(self.buffer, self.feed)
+        transfer = Transfer(self.buffer, self.feed, total_chunks)
         transfer.number = self.open_for(transfer, self._own_engine, req_id, receiver, total_chunks, notify)
         try:
             yield transfer
+            transfer.check_staged()
             await transfer.wait_ended()
         finally:
             self.feed(ev.EngineLetGo(transfer.number))

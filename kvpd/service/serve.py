@@ -67,21 +67,22 @@ class _Daemon:
     writer: LogWriter
     address_file: Path | None
     stop: trio.Event = attrs.field(factory=trio.Event)
+    is_ready: bool = False
+    failure: ConfigError | OSError | None = None  # to be raised alone, not in a group
     exit_status: int = 0
 
     async def run(self) -> int:
         """Until a signal has ended it."""
-        failure: ConfigError | OSError | None = None
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._obey, signals, nursery.cancel_scope)
                 try:
                     await self._serve()
                 except (ConfigError, OSError) as exc:
-                    failure = exc  # to be raised alone, not in a group
+                    self.failure = exc
                 nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        if self.failure is not None:
+            raise self.failure
         log.info("stopped", exit_status=self.exit_status)
         return self.exit_status
 
@@ -95,6 +96,8 @@ class _Daemon:
             else:
                 log.info("stop_requested", signal=name)
                 self.stop.set()
+                if not self.is_ready:
+                    scope.cancel()  # nothing runs yet that could be drained, and preparing the memory may take minutes
 
     async def _serve(self) -> None:
         soft, hard = raise_descriptor_limit()
@@ -110,13 +113,14 @@ class _Daemon:
                 nursery.start_soon(_serve_engines, engines, health)
                 gc.collect()
                 gc.freeze()  # a full collection would otherwise stop the loop for milliseconds
-                health.mark_ready()
                 addresses = _addresses(daemon, section.engine_socket, server)
-                log.info("ready", pid=os.getpid(), descriptors_soft=soft, descriptors_hard=hard, **addresses)
-                self._write_addresses(addresses)
-                _tell_systemd("READY=1")
-                await self.stop.wait()
-                await self._drain(daemon, section.drain_timeout_s)
+                if self._write_addresses(addresses):
+                    self.is_ready = True
+                    health.mark_ready()
+                    log.info("ready", pid=os.getpid(), descriptors_soft=soft, descriptors_hard=hard, **addresses)
+                    _tell_systemd("READY=1")
+                    await self.stop.wait()
+                    await self._drain(daemon, section.drain_timeout_s)
                 nursery.cancel_scope.cancel()
 
     async def _drain(self, daemon: Receiver | Sender, timeout_s: float) -> None:
@@ -149,13 +153,20 @@ class _Daemon:
             async with Sender(self.config.sender, metrics=metrics, health=health, now=_boot_time) as sender:
                 yield sender
 
-    def _write_addresses(self, addresses: dict[str, str]) -> None:
-        """Whole or not at all: whoever waits for the file reads it the moment it appears."""
+    def _write_addresses(self, addresses: dict[str, str]) -> bool:
+        """Whole or not at all: whoever waits for the file reads it the moment it appears. Whether that worked."""
         if self.address_file is None:
-            return
+            return True
         draft = self.address_file.with_name(f".{self.address_file.name}.{os.getpid()}")
-        draft.write_bytes(orjson.dumps(addresses, option=orjson.OPT_APPEND_NEWLINE))
-        draft.replace(self.address_file)
+        try:
+            draft.write_bytes(orjson.dumps(addresses, option=orjson.OPT_APPEND_NEWLINE))
+            draft.replace(self.address_file)
+        except OSError as exc:
+            self.failure = ConfigError([f"--address-file {self.address_file} cannot be written ({exc.strerror})"])
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            return False
+        return True
 
 
 def _addresses(daemon: Receiver | Sender, engine_socket: str, server: MetricsServer | None) -> dict[str, str]:

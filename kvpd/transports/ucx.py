@@ -62,14 +62,16 @@ async def open_ucx_data_plane(
 
     Raises:
         ConfigError: no usable libucp, or it is too old, or it has none of the transports.
+        TransportError: UCX has no worker to give; descriptors may have run out.
     """
     mapping = _open_context(buffer, library, tls)
+    try:
+        worker = mapping.context.create_worker()
+    except TransportError:
+        mapping.close()
+        raise
     async with trio.open_nursery() as nursery:
-        try:
-            plane = UcxDataPlane(mapping, nursery, put_window_bytes)
-        except TransportError:
-            mapping.close()
-            raise
+        plane = UcxDataPlane(mapping, worker, nursery, put_window_bytes)
         try:
             yield plane
         finally:
@@ -299,7 +301,9 @@ class UcxDataPlane:
 
     transport = "ucx"
 
-    def __init__(self, mapping: _Mapping, nursery: trio.Nursery, put_window_bytes: int | None) -> None:
+    def __init__(
+        self, mapping: _Mapping, worker: _ucp.Worker, nursery: trio.Nursery, put_window_bytes: int | None
+    ) -> None:
         self._mapping = mapping
         self._nursery = nursery
         self._put_window_bytes = put_window_bytes
@@ -309,7 +313,7 @@ class UcxDataPlane:
         self._numbers = itertools.count(1)
         self._closing = False
         self._endpoints_gone = trio.Event()  # set once, while closing
-        self._loop = _ProgressLoop(mapping.context.create_worker(), self._after_progress)
+        self._loop = _ProgressLoop(worker, self._after_progress)
         nursery.start_soon(self._loop.run)
 
     @property
@@ -322,7 +326,11 @@ class UcxDataPlane:
         await trio.lowlevel.checkpoint()
         self._refuse_when_closing()
         loop = _ProgressLoop(self._mapping.context.create_worker(), lambda: None)
-        target = UcxTarget(loop, self._mapping, lambda target: self._targets.pop(target, None))
+        try:
+            target = UcxTarget(loop, self._mapping, lambda target: self._targets.pop(target, None))
+        except TransportError:
+            loop.close()
+            raise
         self._targets[target] = None
         self._nursery.start_soon(loop.run)
         return target

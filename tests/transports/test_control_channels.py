@@ -6,9 +6,12 @@ import errno
 import itertools
 import os
 import random
+import signal
 import socket as stdlib_socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 
 import attrs
 import pytest
@@ -517,6 +520,41 @@ async def test_a_client_whose_old_connection_lingers_gets_through_by_reconnectin
                 client.send_nowait(b"heard")
                 while await server.receive() != (b"a", b"heard"):
                     pass
+
+
+async def test_a_peer_that_falls_silent_without_a_word_is_forgotten() -> None:
+    """P09: a stopped process or an unplugged host closes no connection, and what is queued for it must go some day."""
+    limits = ZmqLimits(heartbeat_ms=50, heartbeat_ttl_ms=300, heartbeat_timeout_ms=400, reconnect_ms=10)
+    program = """
+import sys, trio
+from kvpd.transports.zmq import ZmqLimits, open_zmq_control
+async def main():
+    limits = ZmqLimits(heartbeat_ms=50, heartbeat_ttl_ms=300, heartbeat_timeout_ms=400, reconnect_ms=10)
+    async with open_zmq_control(limits) as control, control.connect(sys.argv[1], b"far") as client:
+        while True:
+            client.send_nowait(b"hello")
+            await client.receive()
+trio.run(main)
+"""
+    with trio.fail_after(DEADLINE_S):
+        async with (
+            open_zmq_control(limits) as control,
+            control.serve("127.0.0.1:0") as server,
+            trio.open_nursery() as nursery,
+        ):
+            command = [sys.executable, "-c", program, server.address]
+            far = await nursery.start(partial(trio.run_process, command, check=False))
+            assert await server.receive() == (b"far", b"hello")
+            far.send_signal(signal.SIGSTOP)
+            await until_unknown(server, b"far")
+            far.send_signal(signal.SIGCONT)  # it finds back by itself
+            heard = False
+            while not heard:
+                with suppress(trio.BrokenResourceError, trio.WouldBlock):
+                    server.send_nowait(b"far", b"are you there?")
+                with trio.move_on_after(0.05):
+                    heard = await server.receive() == (b"far", b"hello")
+            far.kill()
 
 
 async def test_connect_loops_keep_descriptors_flat(tcp: ZmqControl) -> None:

@@ -214,6 +214,14 @@ def encode(message: Message) -> bytes:
     return frame
 
 
+def encode_push(notif: ProxyNotif) -> bytes:
+    """A notification as LMCache's PDBackend sends it, a tagged map: for proxies that were written for that.
+
+    Its two fields come first; ours follow, and a decoder that does not know them passes them over.
+    """
+    return _encoder.encode({"type": "ProxyNotif", **msgspec.structs.asdict(notif)})
+
+
 def decode(frame: bytes) -> AnyMessage:
     """The message in a frame.
 

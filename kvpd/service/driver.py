@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import trio
 
 from kvpd.core.events import TimePassed
+
+# A loop that is this late is no busy loop.
+_STANDSTILL_S: Final = 0.5
 
 E_contra = TypeVar("E_contra", contravariant=True)
 A_co = TypeVar("A_co", covariant=True)
@@ -33,11 +36,18 @@ class Driver(Generic[E, A]):
     """One core, its clock and its timer."""
 
     def __init__(
-        self, core: Core[E | TimePassed, A], perform: Callable[[A], None], *, now: Callable[[], float] | None = None
+        self,
+        core: Core[E | TimePassed, A],
+        perform: Callable[[A], None],
+        *,
+        now: Callable[[], float] | None = None,
+        stood_still: Callable[[float], E] | None = None,
     ) -> None:
         self._core = core
         self._perform = perform
         self._now = now or trio.current_time
+        # Makes the event that the core must hear before any other when the loop did not run for so many seconds.
+        self._stood_still = stood_still
         self._events: deque[E | TimePassed] = deque()
         self._is_running = False
         self._is_stopped = False
@@ -62,6 +72,7 @@ class Driver(Generic[E, A]):
             return
         self._is_running = True
         try:
+            self._notice_standstill()
             while self._events:
                 for action in self._core.handle(self._events.popleft(), now=self._now()):
                     self._perform(action)
@@ -69,6 +80,15 @@ class Driver(Generic[E, A]):
             self._is_running = False
         self._after_step()
         self._arm()
+
+    def _notice_standstill(self) -> None:
+        """A deadline that is long overdue says that the loop stood still: stopped, suspended or starved."""
+        at = self._core.next_deadline()
+        if self._stood_still is None or at is None:
+            return
+        lag_s = self._now() - at
+        if lag_s > _STANDSTILL_S:
+            self._events.appendleft(self._stood_still(lag_s))
 
     def stop(self) -> None:
         """Decide and do nothing from now on: what an action needs is being taken down."""

@@ -22,7 +22,7 @@ import trio
 
 from kvpd.config import SenderConfig, validate
 from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancelled
-from kvpd.core.messages import HostIdentity, ProxyAck, Region, decode, encode
+from kvpd.core.messages import HostIdentity, ProxyAck, Region, decode, encode, encode_push
 from kvpd.core.sender import SenderCore, SenderSettings
 from kvpd.core.sender import events as ev
 from kvpd.errors import (
@@ -87,7 +87,9 @@ class Sender:
         self.health = health or Health()
         slots = config.staging_size // config.chunk_bytes
         self.core = SenderCore(_settings(config, slots, host or own_host()))
-        self._driver: Driver[ev.SenderEvent, ev.SenderAction] = Driver(self.core, self._perform, now=now)
+        self._driver: Driver[ev.SenderEvent, ev.SenderAction] = Driver(
+            self.core, self._perform, now=now, stood_still=ev.ClockJumped
+        )
         self._driver.on_step(self._after_step)
         self._reports = SenderReports(self.metrics)
         self._control_given = control
@@ -102,6 +104,7 @@ class Sender:
         self._own_engine = self.new_engine()
         self._idle = trio.Event()
         self._is_draining = False
+        self._is_acknowledged = self.core.settings.notify_is_acknowledged
         self._running: AbstractAsyncContextManager[None] | None = None
 
     # -------------------------------------------------------------- lifetime
@@ -138,7 +141,7 @@ class Sender:
                     self._control,
                     self._nursery,
                     self._identity(),
-                    acknowledged=settings.notify_is_acknowledged,
+                    acknowledged=self._is_acknowledged,
                     on_message=self._heard_proxy,
                     on_dropped=self.metrics.message_dropped,
                 )
@@ -187,6 +190,8 @@ class Sender:
 
     def _after_step(self) -> None:
         self.metrics.sessions.set(self.core.peer_count)
+        in_flight = sum(endpoint.in_flight_bytes for endpoint in self._endpoints.values() if endpoint is not None)
+        self.metrics.in_flight_bytes.set(in_flight)
         if self._is_draining and self.core.is_idle:
             self._idle.set()
 
@@ -207,7 +212,7 @@ class Sender:
             case ev.CancelTransfer(number, put_deadline_s):
                 self._requests[number].cancel(put_deadline_s)
             case ev.NotifyProxy(proxy, notif):
-                self._proxies.send(proxy, encode(notif))
+                self._proxies.send(proxy, encode(notif) if self._is_acknowledged else encode_push(notif))
             case ev.ConnectPeer(receiver):
                 channel = Channel(receiver, self._heard, self.metrics.message_dropped)
                 self._channels[receiver] = channel
@@ -289,6 +294,7 @@ class Sender:
             endpoint.force_close()
             return
         self._endpoints[endpoint_no] = endpoint
+        log.info("endpoint_opened", peer=receiver, transports=",".join(sorted(endpoint.transports)))
         self.feed(ev.EndpointOpened(receiver, endpoint_no))
 
     async def _run_request(self, request: Request) -> None:

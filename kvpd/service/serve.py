@@ -73,7 +73,7 @@ class _Daemon:
 
     async def run(self) -> int:
         """Until a signal has ended it."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._obey, signals, nursery.cancel_scope)
                 try:
@@ -89,7 +89,9 @@ class _Daemon:
     async def _obey(self, signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
         async for number in signals:
             name = signal.Signals(number).name
-            if self.stop.is_set():
+            if number == signal.SIGHUP:
+                log.info("hangup_ignored")
+            elif self.stop.is_set():
                 log.warning("drain_cut_short", signal=name)
                 self.exit_status = 128 + number
                 scope.cancel()

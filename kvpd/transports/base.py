@@ -126,6 +126,10 @@ class Endpoint(Protocol):
         """Whether the transport has reported it dead, or it was closed."""
 
     @property
+    def transports(self) -> frozenset[str]:
+        """What carries its bytes: `cma`, `tcp`, ... as UCX calls them."""
+
+    @property
     def in_flight_bytes(self) -> int:
         """Bytes posted and not yet ended."""
 

@@ -118,6 +118,8 @@ class MemoryTarget:
 class MemoryEndpoint(PutQueue):
     """See `kvpd.transports.base.Endpoint`."""
 
+    transports: Final = frozenset({"memory"})
+
     def __init__(
         self, plane: MemoryDataPlane, target: MemoryTarget, on_broken: Callable[[str], None], put_window_bytes: int
     ) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final
@@ -29,6 +29,7 @@ from demo_app.environment import child_environment
 _EVENTS_MAX: Final = 10_000
 _TAIL_LINES: Final = 15
 _GRACE_S: Final = 5.0
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @attrs.frozen
@@ -110,7 +111,7 @@ class Child:
 
     def failure(self, what: str) -> ChildFailed:
         """What to raise when this process has done `what`: the text ends with its last log lines."""
-        last_words = "\n".join(f"    {line}" for line in self.tail) or "    (it wrote nothing)"
+        last_words = "\n".join(f"    {line}" for line in list(self.tail)) or "    (it wrote nothing)"
         return ChildFailed(f"{self.name} {what}; its last lines:\n{last_words}")
 
     def _listen(self) -> None:
@@ -162,15 +163,13 @@ class Family:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A second Ctrl-C must not leave half of them alive; it has nothing to hasten, for each has a time limit.
-        deaf = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-        # All hear it first, so that the slowest alone decides how long this takes.
-        for child in self._children.values():
-            child.signal(signal.SIGTERM)
-        for child in self._children.values():
-            child.end()
-        for number, handler in deaf.items():
-            signal.signal(number, handler)
+        # A second Ctrl-C has nothing to hasten, for each child has a time limit, and must not leave half of them alive.
+        with _interrupts_held():
+            # All hear it first, so that the slowest alone decides how long this takes.
+            for child in self._children.values():
+                child.signal(signal.SIGTERM)
+            for child in self._children.values():
+                child.end()
 
     def __getitem__(self, name: str) -> Child:
         return self._children[name]
@@ -186,7 +185,9 @@ class Family:
 
     def _start(self, name: str, command: Sequence[str], suffix: str) -> None:
         log = self._logs / f"{name}{suffix}" if self._logs is not None else None
-        self._children[name] = Child(name, command, self._happenings, log)
+        # An interrupt between the start of a process and its entry here would leave it behind.
+        with _interrupts_held():
+            self._children[name] = Child(name, command, self._happenings, log)
 
     def next(self, timeout_s: float) -> Happening:
         """What happens next.
@@ -195,6 +196,21 @@ class Family:
             queue.Empty: nothing did, for `timeout_s`.
         """
         return self._happenings.get(timeout=timeout_s)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """SIGINT and SIGTERM that come meanwhile are acted on afterwards."""
+    held: list[int] = []
+    # Caught, not ignored or blocked: a process that is started meanwhile would inherit either.
+    handlers = {number: signal.signal(number, lambda interrupt, _: held.append(interrupt)) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for came in held:
+        signal.raise_signal(came)
 
 
 def _close(pipe: IO[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 
 from rich import box
@@ -30,7 +31,7 @@ def show(
         assert request.decoded is not None
         question = f"{request.prompt.title}: {request.prompt.question}".removesuffix(": ")
         console.print(f"\n[bold]{request.prompt.req_id}[/]  {escape(question)}", soft_wrap=True)
-        console.print(f"  {escape(decode(request.decoded).strip())}", soft_wrap=True)
+        console.print(textwrap.indent(escape(decode(request.decoded).strip()), "  "), soft_wrap=True)
         console.print("  " + _comparison(request))
     console.print(
         f"\nslots free at the end: {verdict.slots_free} of {verdict.slots_total}; exit statuses: {_statuses(verdict)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -42,9 +44,15 @@ def test_two_requests_that_do_not_fit_together_both_arrive_whole(tmp_path: Path)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(awaited: str, number: signal.Signals) -> None:
     """No daemon, no engine, no socket: whatever it was doing when Ctrl-C came."""
-    with subprocess.Popen(
-        COMMAND, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as demo:
+    demo = subprocess.Popen(
+        COMMAND,
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+    try:
         assert demo.stdout is not None
         folder = None
         for line in demo.stdout:
@@ -52,8 +60,12 @@ def test_an_interrupted_demo_leaves_nothing_behind(awaited: str, number: signal.
             if awaited in line:
                 demo.send_signal(number)
                 break
-        demo.stdout.read()
-        assert demo.wait(DEADLINE_S) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+        demo.communicate(timeout=DEADLINE_S)
+        assert demo.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(demo.pid, signal.SIGKILL)  # nobody is left, unless this test fails
+        demo.wait(DEADLINE_S)
     if folder is not None:
         assert not Path(folder.group()).exists()
         assert not mentioned_by_processes(folder.group())

@@ -32,9 +32,6 @@ class Outbox(Generic[M]):
         self._sent: dict[int, Sent[M]] = {}
         self._timers: Timers[int] = Timers()
 
-    def __len__(self) -> int:
-        return len(self._sent)
-
     def add(self, message: M, *, now: float) -> None:
         """`message` has just been sent."""
         self._sent[message.message_id] = Sent(message, now)
@@ -44,10 +41,6 @@ class Outbox(Generic[M]):
         """`message_id` has been answered: repeat it no more. None if it was answered before."""
         self._timers.clear(message_id)
         return self._sent.pop(message_id, None)
-
-    def get(self, message_id: int) -> Sent[M] | None:
-        """The unanswered message of this id."""
-        return self._sent.get(message_id)
 
     def next_at(self) -> float | None:
         """When the next repeat is due."""

@@ -21,9 +21,6 @@ class Timers(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._count = 0  # breaks ties, so that keys are never compared
 
-    def __len__(self) -> int:
-        return len(self._due)
-
     def set(self, key: K, at: float) -> None:
         """`key` is due at `at`, whatever was set before."""
         if self._due.get(key) == at:

@@ -8,6 +8,6 @@ from hypothesis import HealthCheck, settings
 
 _ALWAYS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
-settings.register_profile("default", max_examples=60, derandomize=True, **_ALWAYS)  # type: ignore[arg-type]
-settings.register_profile("long", max_examples=1200, print_blob=True, **_ALWAYS)  # type: ignore[arg-type]
+settings.register_profile("default", max_examples=50, derandomize=True, **_ALWAYS)  # type: ignore[arg-type]
+settings.register_profile("long", max_examples=1000, print_blob=True, **_ALWAYS)  # type: ignore[arg-type]
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -68,12 +68,12 @@ class Admission(Peers):
         self._recheck_claims(transfer.req_id, now)
 
     def _admission_refusal(self, session: Session, message: AllocRequest) -> ErrorInfo | None:
-        """Why a new transfer cannot even wait, judged in the order that DESIGN section 6 gives."""
+        """Why a new transfer cannot even wait, judged in the order that docs/PROTOCOL.md gives."""
         settings = self.settings
         if message.total_chunks <= 0 or not message.req_id:
             return ErrorInfo(
                 ErrorCode.LEGACY_SENDER,
-                f"req_id {message.req_id!r} declares {message.total_chunks} chunks: whole-request admission needs both",
+                f"req_id {message.req_id[:128]!r} declares {message.total_chunks} chunks: admission needs both",
             )
         if message.total_chunks > settings.total_slots:
             return ErrorInfo(

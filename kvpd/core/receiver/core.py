@@ -118,6 +118,8 @@ class ReceiverCore(Admission):
                 self._cancel_notif(session, message, now)
             case Heartbeat():
                 self._heartbeat(session, message, now)
+            case _:
+                assert_never(message)
 
     def _is_meant(self, message: PeerMessage, session: Session) -> bool:
         return (message.sender_incarnation, message.receiver_incarnation) == (
@@ -140,3 +142,5 @@ class ReceiverCore(Admission):
                     self._claim_timed_out(key)
                 case ("progress", _):
                     self._revoke_idle(now)
+                case _:
+                    assert_never(deadline)

@@ -38,7 +38,7 @@ def judge_hello(hello: Hello, terms: Terms, *, draining: bool) -> ErrorInfo | No
     if hello.layout != terms.layout:
         return ErrorInfo(
             ErrorCode.LAYOUT_MISMATCH,
-            f"the sender's layout is {hello.layout[:512]!r}, this receiver's {terms.layout[:512]!r}",
+            f"the sender's layout is {hello.layout[:128]!r}, this receiver's {terms.layout[:128]!r}",
         )
     if draining:
         return ErrorInfo(ErrorCode.DRAINING, "this receiver is shutting down", retry_after_s=terms.lease_s)

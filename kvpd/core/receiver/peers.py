@@ -22,6 +22,9 @@ class Peers(Rollback):
             if session.welcome is not None:
                 self._send(session, session.welcome)
             return
+        newer = self._sessions.of_sender(hello.sender_id)
+        if newer is not None and newer.is_newer_than(hello):
+            return  # a straggler: its sender has given up that channel, and opened this session since
         refusal = judge_hello(hello, self.settings, draining=self._draining)
         # Whoever is bound to this channel or to this name has a successor: its session must not outlive that.
         for old in (session, self._sessions.of_sender(hello.sender_id)):

@@ -75,8 +75,7 @@ class Rollback(Reading):
     def _roll_back_all(self, state: ReceiverState, now: float) -> None:
         error = ErrorInfo(ErrorCode.DRAINING, "this receiver is shutting down", retry_after_s=self.settings.lease_s)
         for transfer in self._book.in_state(state):
-            if transfer.state is state:
-                self._roll_back(transfer, error, now, fenced=False, tell=True)
+            self._roll_back(transfer, error, now, fenced=False, tell=True)
 
     def _admission_timed_out(self, transfer_id: TransferId, now: float) -> None:
         transfer = self._book.get(transfer_id)

@@ -60,6 +60,10 @@ class Session:
         """Whether no write through this session can land any more."""
         return self.worker_destroyed and (self.process_dead or not self.same_host)
 
+    def is_newer_than(self, hello: Hello) -> bool:
+        """Whether the same start of the sender said another Hello before the one that opened this session."""
+        return self.incarnation == hello.sender_incarnation and hello.message_id < self.hello.message_id
+
     def transfer_id(self, transfer_no: int) -> TransferId:
         """The identity of a transfer of this session. Nobody can name another's."""
         return TransferId(self.sender_id, self.incarnation, transfer_no)
@@ -130,8 +134,3 @@ class SessionBook:
     def of_sender(self, sender_id: str) -> Session | None:
         """The session that this sender is spoken to in."""
         return self._by_sender.get(sender_id)
-
-    @property
-    def open_count(self) -> int:
-        """Sessions that are not closing."""
-        return len(self._by_peer)

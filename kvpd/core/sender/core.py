@@ -114,6 +114,8 @@ class SenderCore(Moving):
                 self._touch(transfer, now)
             case ev.CancelRequested(_, code, detail):
                 self._cancel(transfer, transfer_error(code, detail))
+            case _:
+                assert_never(event)
 
     def _message_received(self, receiver: str, message: Message, now: float) -> None:
         peer = self._peers.get(receiver)
@@ -135,6 +137,8 @@ class SenderCore(Moving):
                     self._answered(peer, message, now)
             case RevokeNotif():
                 self._revoke_notif(peer, message, now)
+            case _:
+                assert_never(message)
 
     def _endpoint_changed(self, event: ev.EndpointOpened | ev.EndpointBroken, now: float) -> None:
         peer = self._peers.get(event.receiver)
@@ -167,6 +171,8 @@ class SenderCore(Moving):
                     self._heartbeat_due(self._peers[receiver], now)
                 case ("fence", receiver):
                     self._fence_due(self._peers[receiver], now)
+                case _:
+                    assert_never(deadline)
 
     def peer_of(self, receiver: str) -> Peer | None:
         """The session with this receiver, for tests and statistics."""

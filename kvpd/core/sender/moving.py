@@ -204,11 +204,16 @@ class Moving(Peers):
                 return
             slots = self.staging.take_now(receiver, wanted)
             if slots is None:
-                if not batch.was_deferred and batch.cursor == 0:
-                    batch.was_deferred = True
-                    self._actions.append(ev.DeferStage(transfer.number, batch.stage))
+                self._defer_early(transfer)
                 return
             self._grant_piece(transfer, batch, slots, now)
+
+    def _defer_early(self, transfer: Transfer) -> None:
+        """The engine holds slots that it must fill first: whoever asked early is told so, once per stage."""
+        for batch in transfer.batches.values():
+            if batch.remote_indexes is not None and batch.cursor == 0 and not batch.was_deferred:
+                batch.was_deferred = True
+                self._actions.append(ev.DeferStage(transfer.number, batch.stage))
 
     def _grant_waiting(self, now: float) -> None:
         """Whatever freed staging, or took the next in line away: here, and only here, those who wait are served."""
@@ -218,7 +223,10 @@ class Moving(Peers):
             batch = transfer.batches[stage]
             batch.is_waiting = False
             self._grant_piece(transfer, batch, slots, now)
-            # The rest of a batch that was cut waits until this piece is filled.
+            if batch.stage in transfer.batches:  # it was cut: the rest waits until this piece is filled
+                self._defer_early(transfer)
+            else:
+                self._stage_next(transfer, now)
 
     def _grant_piece(self, transfer: Transfer, batch: Batch, slots: tuple[int, ...], now: float) -> None:
         """As many of the batch's next chunks as these slots hold, and those that need none."""

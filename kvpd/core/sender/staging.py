@@ -107,5 +107,4 @@ class Staging:
         """No slot is free twice, and the next in line waits only if it must."""
         self.check()
         assert len(set(self._free)) == len(self._free)
-        if self._waiting and not self._held:
-            raise AssertionError("somebody waits for staging while all of it is free")
+        assert self._held or not self._waiting, "somebody waits for staging while all of it is free"

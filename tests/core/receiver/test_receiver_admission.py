@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from worlds import RECEIVER_INCARNATION, ReceiverWorld, keys, refusal_of
+from core_parts import RECEIVER_INCARNATION, keys
+from receiver_world import ReceiverWorld, refusal_of
 
 from kvpd.core.events import DrainRequested, ReportName
-from kvpd.core.messages import AllocResponse, ErrorInfo
+from kvpd.core.messages import AllocResponse, ErrorInfo, decode, encode
 from kvpd.core.pool import PoolCounts
 from kvpd.core.receiver import events as ev
 from kvpd.errors import ErrorCode
@@ -130,6 +131,15 @@ def test_a_sender_that_declares_no_total_is_refused_as_legacy(total: int) -> Non
     assert error.code is ErrorCode.LEGACY_SENDER
     assert str(total) in error.detail
     assert world.core.is_clean
+
+
+def test_a_refusal_stays_within_the_protocols_bounds() -> None:
+    """Even if it quotes the longest and strangest of names: a detail that is too long would end the session."""
+    world = ReceiverWorld()
+    p = world.connect()
+    (refusal,) = p.alloc(1, 0, req_id="\U000e0001" * 512)
+    assert isinstance(refusal, ev.SendMessage)
+    assert decode(encode(refusal.message)) == refusal.message
 
 
 def test_a_request_without_a_name_is_refused_as_legacy() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from worlds import CHUNK, ReceiverWorld, code_of, keys, refusal_of, revoked_in
+from core_parts import CHUNK, code_of, keys
+from receiver_world import ReceiverWorld, refusal_of, revoked_in
 
+from kvpd.core.events import RequestCancelled
 from kvpd.core.pool import PoolCounts
 from kvpd.core.receiver import events as ev
 from kvpd.errors import ErrorCode
@@ -311,7 +313,7 @@ def test_a_write_of_a_revoked_transfer_is_never_plainly_acknowledged() -> None:
     world = ReceiverWorld()
     p = world.connect()
     p.alloc(1, 2, keys(1, 2), last=True)
-    world.feed(ev.RequestCancelled("req-1"))
+    world.feed(RequestCancelled("req-1"))
     assert refusal_of(p.done(1, 0, 2)).code is ErrorCode.CANCELLED
     p.cancel(1)
     assert refusal_of(p.done(1, 0, 2)).code is ErrorCode.CANCELLED

@@ -1,0 +1,95 @@
+"""Heartbeats, and how a sender fences itself: its own view of its lease always ends before the receiver's."""
+
+from __future__ import annotations
+
+from core_parts import keys
+from sender_world import SenderWorld, finished, sent, sent_all
+
+from kvpd.core.messages import AllocRequest, CancelNotif, Heartbeat
+from kvpd.core.sender import events as ev
+from kvpd.errors import ErrorCode
+
+
+def test_heartbeats_say_who_lives_and_what_is_being_put() -> None:
+    """Every third of the lease; a put in flight is progress that no message shows."""
+    world = SenderWorld()
+    p = world.connect()
+    p.admit(3, 2)
+    p.admit(5, 2)
+    p.stage(5, 0, keys(1, 2), last=True)
+    (beat,) = sent_all(world.pass_time(3.0), Heartbeat)
+    assert (beat.oldest_live, beat.in_flight) == (3, ())
+    p.ack(beat)
+    world.fill(5, 0)
+    world.feed(ev.CancelRequested(3))
+    p.ack(sent(world.drained(3), CancelNotif))
+    (beat,) = sent_all(world.pass_time(3.0), Heartbeat)
+    assert (beat.oldest_live, beat.in_flight) == (5, ((5, 2),))
+
+
+def test_with_no_transfer_alive_all_numbers_so_far_are_settled() -> None:
+    """The receiver may forget how they ended."""
+    world = SenderWorld()
+    world.connect()
+    world.open(41, 1, receiver="another")
+    (beat,) = sent_all(world.pass_time(3.0), Heartbeat)
+    assert beat.oldest_live == 42
+
+
+def test_a_sender_fences_itself_before_its_lease_ends() -> None:
+    """By then the receiver may give the slots away: no put may begin or be in flight."""
+    world = SenderWorld()
+    p = world.connect()
+    p.admit(1, 1)
+    p.stage(1, 0, keys(1), last=True)
+    world.fill(1, 0)
+    assert finished(world.pass_time(6.9)) == {}
+    actions = world.pass_time(0.1)
+    assert finished(actions) == {1: ErrorCode.PEER_LOST}
+    assert ev.CloseEndpoint("decode-0", 1) in actions
+    assert world.free == 7  # the put may still read its slot
+    world.drained(1, drained=False)
+    assert world.free == 8
+    world.let_go(1)
+    assert world.core.is_clean
+
+
+def test_the_lease_runs_from_when_the_acknowledged_message_was_sent() -> None:
+    """An answer that was long under way proves little: the receiver heard us when it was sent, not now."""
+    world = SenderWorld()
+    p = world.connect()
+    (beat,) = sent_all(world.pass_time(3.0), Heartbeat)
+    world.pass_time(2.0)
+    p.ack(beat)
+    assert world.core.peer_of("decode-0") is not None
+    world.pass_time(4.9)
+    assert world.core.peer_of("decode-0") is not None
+    world.pass_time(0.1)
+    assert world.core.peer_of("decode-0") is None
+
+
+def test_an_answer_to_an_older_message_does_not_shorten_the_lease() -> None:
+    """Answers are reordered by waiting: an admission comes long after newer heartbeats were answered."""
+    world = SenderWorld()
+    p = world.connect()
+    request = sent(world.open(1, 1), AllocRequest)
+    beats = sent_all(world.pass_time(6.0), Heartbeat)
+    p.ack(beats[1])
+    p.ack(beats[0])
+    p.answer(request)
+    world.pass_time(6.9)
+    assert world.core.peer_of("decode-0") is not None
+
+
+def test_a_clock_that_jumped_cuts_every_endpoint_at_once() -> None:
+    """While this process stood still its leases ran out: what it would put now lands in others' slots."""
+    world = SenderWorld()
+    p = world.connect("p")
+    world.receiver("q")
+    first, second = p.serial + 1, p.serial + 2
+    p.admit(first, 1)
+    world.open(second, 1, receiver="q")
+    assert world.feed(ev.ClockJumped(p.put_deadline_s)) == []
+    actions = world.feed(ev.ClockJumped(p.put_deadline_s + 0.1))
+    assert ev.CloseEndpoint("p", 1) in actions
+    assert finished(actions) == {first: ErrorCode.PEER_LOST}  # one that only connects has nothing to lose

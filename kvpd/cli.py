@@ -20,10 +20,10 @@ from kvpd.errors import ConfigError, KvpdError
 
 if TYPE_CHECKING:
     # The command must answer --help at once, so what takes long to import is imported where it is used.
-    from kvpd.config import Override, Role
+    from kvpd.config import Config, Override, Role
 
 BAD_CONFIGURATION: Final = 2
-_ROLE = click.Choice(["receiver", "sender"])
+_ROLE = click.Choice(["receiver", "sender", "proxy"])
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     """Move KV caches from prefill engines to decode engines.
 
     On the decode host runs a receiver, on each prefill host a sender. Engines connect to the daemon of their host
-    with kvpd.client.
+    with kvpd.client. A proxy gives them all one HTTP address.
 
     \b
     Examples:
@@ -143,20 +143,35 @@ def serve(
 ) -> None:
     """Run a daemon until it is told to stop.
 
-    SIGTERM and Ctrl-C let running transfers end, within drain_timeout_s; a second signal leaves at once.
+    SIGTERM and Ctrl-C let running transfers end, within drain_timeout_s; a second signal leaves at once. SIGHUP has a
+    proxy read its engines from its file anew.
 
     \b
     Examples:
       kvpd serve receiver --set receiver.buffer_size=8GiB --set receiver.chunk_bytes=3MiB
       KVPD_SENDER_STAGING_SIZE=2GiB kvpd serve sender --config kvpd.toml --log-format console
+      kvpd serve proxy --set proxy.prefill=http://10.0.0.4:8000 --set proxy.decode=http://10.0.0.5:8000+10.0.0.5:7300
     """
     from kvpd.config import resolve  # noqa: PLC0415
 
+    everything = _all_overrides(overrides, log_format, log_level)
     with _problems_reported():
-        config = resolve(role, file=file, overrides=_all_overrides(overrides, log_format, log_level))
+        config = resolve(role, file=file, overrides=everything)
+        if role == "proxy":
+            sys.exit(_serve_proxy(config, lambda: resolve(role, file=file, overrides=everything), address_file))
         from kvpd.service.serve import run  # noqa: PLC0415
 
         sys.exit(run(role, config, address_file=address_file))
+
+
+def _serve_proxy(config: Config, read_again: Callable[[], Config], address_file: Path | None) -> int:
+    try:
+        from kvpd.integrations.proxy.serve import run  # noqa: PLC0415
+    except ModuleNotFoundError as exc:
+        if exc.name != "h11":
+            raise
+        raise ConfigError(["the proxy needs the package h11, which is not installed; install kvpd[proxy]"]) from exc
+    return run(config, read_again=read_again, address_file=address_file)
 
 
 @main.group()
@@ -183,7 +198,7 @@ def check(
     with _problems_reported():
         resolve(*roles, file=file, overrides=everything)
         if not roles:
-            raise ConfigError(["no value of a receiver or a sender is given; name the file with --config, or a --role"])
+            raise ConfigError(["no value of any role is given; name the file with --config, or a --role"])
     click.echo(f"good for: {', '.join(roles)}")
 
 

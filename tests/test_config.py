@@ -124,7 +124,7 @@ def test_a_refusal_names_key_value_source_and_remedy(tmp_path: Path, written: Ca
         ("[receiver]\nbuffer_sise = 1\n", "buffer_size"),
         ("[reciever]\nbuffer_size = 1\n", "receiver"),
         ("[sender]\nbuffer_size = 1\n", "receiver.buffer_size"),
-        ("[proxy]\nport = 1\n", "no keys"),
+        ("[proxy]\nprefil = []\n", "prefill"),
         ("receiver = 1\n", "[receiver]"),
     ],
 )

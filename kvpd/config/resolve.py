@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from kvpd.config.rules import DAEMON_RULES, RULES, Rule
-from kvpd.config.schema import KEYS, ROLES, SECTIONS, Config, Key, ReceiverConfig, Role, SenderConfig
+from kvpd.config.schema import KEYS, ROLES, SECTIONS, Config, Key, ProxyConfig, ReceiverConfig, Role, SenderConfig
 from kvpd.config.sources import Given, Override, collect
 from kvpd.config.values import Kind, Size
 from kvpd.errors import ConfigError
@@ -59,13 +59,13 @@ def roles_mentioned(
     return tuple(role for role in ROLES if any(KEYS[path].section == role for path in given))
 
 
-def validate(section: ReceiverConfig | SenderConfig) -> None:
+def validate(section: ReceiverConfig | SenderConfig | ProxyConfig) -> None:
     """Judge a section that a program has built itself.
 
     Raises:
         ConfigError: `problems` has everything that is wrong with it.
     """
-    role: Role = "receiver" if isinstance(section, ReceiverConfig) else "sender"
+    role: Role = next(role for role in ROLES if isinstance(section, SECTIONS[role]))
     problems: list[str] = []
     refused: set[str] = set()
     sources: dict[str, str] = {}
@@ -121,7 +121,8 @@ def _broken_rules(
 
 
 def _sentence(key: Key, given: Given, reason: str) -> str:
-    value = given.value if isinstance(given.value, bool | int | float) else repr(given.value)
+    shown = list(given.value) if isinstance(given.value, tuple) else given.value
+    value = shown if isinstance(shown, bool | int | float) else repr(shown)
     if isinstance(given.value, bool):
         value = str(given.value).lower()
     return f"{key.path} = {value} ({given.source}): {reason}"
@@ -152,6 +153,6 @@ def settings(config: Config) -> list[Setting]:
 def _toml(kind: Kind, value: object) -> str:
     if isinstance(kind, Size) and isinstance(value, int):
         value = kind.shown(value)
-    if isinstance(value, str):
+    if isinstance(value, str | tuple):
         return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

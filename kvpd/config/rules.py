@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvpd.config.schema import ReceiverConfig, SenderConfig
+from kvpd.config.schema import ProxyConfig, ReceiverConfig, SenderConfig
 from kvpd.core.messages import CHUNKS_MAX
 from kvpd.transports.addresses import InprocAddress, parse_endpoint
 
@@ -90,8 +90,37 @@ def _advertised_nowhere(config: ReceiverConfig) -> str | None:
     return "is every address of this host, and senders need one; set receiver.advertise_address to one they can reach"
 
 
+def _advertised_nowhere_by_proxy(config: ProxyConfig) -> str | None:
+    bound = parse_endpoint(config.notify_address)
+    if config.notify_advertise_address or isinstance(bound, InprocAddress) or not bound.is_wildcard:
+        return None
+    return "is every address of this host, and senders need one; set proxy.notify_advertise_address"
+
+
+def _no_decode_engines(config: ProxyConfig) -> str | None:
+    return None if config.decode else "must name at least one engine, as in http://10.0.0.5:8000+10.0.0.5:7300"
+
+
+def _no_prefill_engines(config: ProxyConfig) -> str | None:
+    if config.prefill or config.decode_only_fallback:
+        return None
+    return "must name at least one engine, as in http://10.0.0.4:8000, or decode_only_fallback must be true"
+
+
+def _body_does_not_fit(config: ProxyConfig) -> str | None:
+    if config.body_memory_max >= config.body_bytes_max:
+        return None
+    return f"must hold one body of body_bytes_max, {config.body_bytes_max} bytes; raise it, or lower that"
+
+
+def _more_requests_than_connections(config: ProxyConfig) -> str | None:
+    if config.requests_max <= config.connections_max:
+        return None
+    return f"exceeds connections_max, {config.connections_max}, and each request needs one; lower it, or raise that"
+
+
 def _inproc_at(key: str) -> Rule:
-    def unreachable(config: ReceiverConfig | SenderConfig) -> str | None:
+    def unreachable(config: ReceiverConfig | SenderConfig | ProxyConfig) -> str | None:
         if getattr(config, key).startswith("inproc://"):
             return "reaches nobody outside its own process; write host:port"
         return None
@@ -108,10 +137,18 @@ RULES: Final[dict[str, tuple[Rule, ...]]] = {
         Rule(("control_address", "advertise_address"), _advertised_nowhere),
     ),
     "sender": _memory_rules("staging_size", "the staging buffer"),
+    "proxy": (
+        Rule(("decode",), _no_decode_engines),
+        Rule(("prefill", "decode_only_fallback"), _no_prefill_engines),
+        Rule(("notify_address", "notify_advertise_address"), _advertised_nowhere_by_proxy),
+        Rule(("body_memory_max", "body_bytes_max"), _body_does_not_fit),
+        Rule(("requests_max", "connections_max"), _more_requests_than_connections),
+    ),
 }
 
 # A program may join both sides within its own process; a daemon has nobody there to talk to.
 DAEMON_RULES: Final[dict[str, tuple[Rule, ...]]] = {
     "receiver": (_inproc_at("control_address"), _inproc_at("advertise_address")),
     "sender": (_inproc_at("proxy_address"),),
+    "proxy": (_inproc_at("address"), _inproc_at("notify_address"), _inproc_at("notify_advertise_address")),
 }

@@ -12,9 +12,22 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from kvpd.config.paths import default_engine_socket, default_name
-from kvpd.config.values import Address, Choice, Count, Flag, Kind, Name, Seconds, Size, SocketPath, Text
+from kvpd.config.values import (
+    Address,
+    Choice,
+    Count,
+    DecodeEngines,
+    Flag,
+    Kind,
+    Name,
+    PrefillEngines,
+    Seconds,
+    Size,
+    SocketPath,
+    Text,
+)
 
-Role = Literal["receiver", "sender"]
+Role = Literal["receiver", "sender", "proxy"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 
@@ -54,8 +67,19 @@ class ReceiverConfig:
     progress_timeout_s: float = _setting(Seconds(), 60.0, "how long an idle request may hold room others wait for")
     ready_ttl_s: float = _setting(Seconds(), 60.0, "how long complete chunks wait for their claim")
     claim_grace_s: float = _setting(Seconds(zero="none"), 10.0, "least time to claim again after an engine's death")
+    claim_ttl_s: float = _setting(
+        Seconds(zero="none"), 0.0, "how long an engine may hold a claim before its connection is cut; 0: for ever"
+    )
+    bypass_max: int = _setting(
+        Count(0, 1_000_000), 0, "smaller requests that may pass a queued one that does not fit; 0: strictly in order"
+    )
+    verify: Literal["off", "crc32c", "xxh3"] = _setting(
+        Choice(("off", "crc32c", "xxh3")), "off", "checksum of every chunk, compared before it may be read"
+    )
     lease_s: float = _setting(Seconds(), 10.0, "how long a silent sender is believed alive")
-    put_deadline_s: float = _setting(Seconds(), 4.0, "how long a write may take before its endpoint is closed")
+    put_deadline_s: float = _setting(
+        Seconds(), 4.0, "how long a cancelled transfer's writes may take before its endpoint is closed"
+    )
     drain_timeout_s: float = _setting(Seconds(zero="at once"), 10.0, "how long running transfers may end at shutdown")
     transport: str = _setting(Choice(("ucx",)), "ucx", _TRANSPORT)
     ucx_library: str = _setting(Text(4096), "auto", _UCX_LIBRARY)
@@ -91,7 +115,56 @@ class SenderConfig:
 
 @attrs.frozen(kw_only=True)
 class ProxyConfig:
-    """[proxy]: a section of its own already, so that files need not change; it has no keys."""
+    """[proxy]: the one HTTP address in front of the engines."""
+
+    name: str = _setting(Name(), attrs.Factory(lambda: default_name("proxy")), "who it is, in logs")
+    address: str = _setting(Address(), "127.0.0.1:8080", "where HTTP requests are taken; port 0: any")
+    notify_address: str = _setting(Address(), "127.0.0.1:7400", "where senders tell of complete requests; port 0: any")
+    notify_advertise_address: str = _setting(
+        Address(peer=True, word=""), "", "how senders reach notify_address, where that differs"
+    )
+    prefill: tuple[str, ...] = _setting(
+        PrefillEngines(), (), "prefill engines, as in http://10.0.0.4:8000; read anew on SIGHUP"
+    )
+    decode: tuple[str, ...] = _setting(
+        DecodeEngines(),
+        (),
+        "decode engines, each with its receiver, as in http://10.0.0.5:8000+10.0.0.5:7300; read anew on SIGHUP",
+    )
+    policy: str = _setting(
+        Choice(("least_tokens", "round_robin", "sticky")),
+        "least_tokens",
+        "which engines a request gets: the least loaded, the next, or those its prompt's beginning had before",
+    )
+    mode: str = _setting(
+        Choice(("sequential", "concurrent")), "sequential", "concurrent: decode is asked at once, and waits by itself"
+    )
+    on_miss: str = _setting(
+        Choice(("fail", "recompute")), "fail", "what becomes of a request whose KV cache does not arrive"
+    )
+    decode_only_fallback: bool = _setting(
+        Flag(), False, "whether decode engines compute prompts while no prefill engine is alive"
+    )
+    connect_timeout_s: float = _setting(Seconds(), 2.0, "how long connecting to an engine may take")
+    prefill_timeout_s: float = _setting(Seconds(), 120.0, "how long a prefill engine may take to answer")
+    transfer_timeout_s: float = _setting(
+        Seconds(), 30.0, "how long after that answer the KV cache may take to be complete"
+    )
+    first_byte_timeout_s: float = _setting(Seconds(), 120.0, "how long the first bytes of a stream may take")
+    stall_timeout_s: float = _setting(Seconds(), 60.0, "how long a stream may pause, at the engine or at the client")
+    answer_timeout_s: float = _setting(Seconds(), 600.0, "how long an answer that is no stream may take")
+    header_timeout_s: float = _setting(Seconds(), 10.0, "how long a request's headers may take to arrive")
+    body_timeout_s: float = _setting(Seconds(), 60.0, "how long a request's body may take to arrive")
+    idle_timeout_s: float = _setting(Seconds(), 75.0, "how long a client's connection may wait for its next request")
+    probe_interval_s: float = _setting(Seconds(), 5.0, "how often an engine that is alive is asked for /health")
+    probe_timeout_s: float = _setting(Seconds(), 2.0, "how long it may take to answer that")
+    probe_backoff_max_s: float = _setting(Seconds(), 30.0, "the longest pause between questions to one that is dead")
+    drain_timeout_s: float = _setting(Seconds(zero="at once"), 30.0, "how long running requests may end at shutdown")
+    body_bytes_max: int = _setting(Size(least=1), 45 << 20, "bytes of one request's body")
+    body_memory_max: int = _setting(Size(least=1), 1 << 30, "bytes of all bodies held at once")
+    header_count_max: int = _setting(Count(1, 10_000), 100, "headers of one request")
+    requests_max: int = _setting(Count(1, 1_000_000), 512, "requests that may run at once")
+    connections_max: int = _setting(Count(1, 1_000_000), 2048, "clients' connections at once")
 
 
 @attrs.frozen(kw_only=True)

@@ -122,8 +122,6 @@ def _nearest_key(section: str, name: str) -> str:
 
 def _nearest(name: str, known: Iterable[str], shared_prefix: str = "") -> str:
     by_rest = {word.removeprefix(shared_prefix): word for word in known}
-    if not by_rest:
-        return "this section has no keys, remove it"
     # Cutoff 0: the nearest is named however far it is.
     (close,) = difflib.get_close_matches(name.removeprefix(shared_prefix), by_rest, n=1, cutoff=0.0)
     return f"the nearest is {by_rest[close]}, and `kvpd config show` lists all"

@@ -15,11 +15,13 @@ from typing import Final, Protocol
 
 import attrs
 
-from kvpd.transports.addresses import parse_endpoint, parse_peer_endpoint
+from kvpd.transports.addresses import parse_endpoint, parse_peer_address, parse_peer_endpoint
 
 SOCKET_PATH_BYTES_MAX: Final = 107  # sun_path holds 108 bytes, one of them the final zero
 SECONDS_MAX: Final = 1_000_000.0
 BYTES_MAX: Final = (1 << 62) - 1
+ENGINES_MAX: Final = 1024
+RECEIVER_MARK: Final = "+"  # between a decode engine's URL and its receiver's address
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(?P<number>[0-9][0-9_]*(\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
@@ -216,6 +218,57 @@ class Address:
         except ValueError as exc:
             raise ValueError(f"{exc}, or {self.word}" if self.word else str(exc)) from exc
         return text
+
+
+@attrs.frozen
+class PrefillEngines:
+    """A list of engines: in a file an array, elsewhere their URLs with commas between them."""
+
+    def from_text(self, text: str) -> object:
+        return [part.strip() for part in text.split(",") if part.strip()]
+
+    def check(self, value: object) -> object:
+        if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
+            raise ValueError(f"is no list of engines; write an array of texts, as in {self._example}")
+        if len(value) > ENGINES_MAX:
+            raise ValueError(f"names {len(value)} engines; the limit is {ENGINES_MAX}")
+        engines = tuple(self._checked(entry) for entry in value)
+        for engine in engines:
+            if engines.count(engine) > 1:
+                raise ValueError(f"names {engine} twice; each engine once is enough")
+        return engines
+
+    @property
+    def _example(self) -> str:
+        return '["http://10.0.0.4:8000"]'
+
+    def _checked(self, entry: str) -> str:
+        return _checked_url(entry)
+
+
+@attrs.frozen
+class DecodeEngines(PrefillEngines):
+    """The same, and behind each URL `+` and the address of the receiver on that engine's host."""
+
+    @property
+    def _example(self) -> str:
+        return '["http://10.0.0.5:8000+10.0.0.5:7300"]'
+
+    def _checked(self, entry: str) -> str:
+        url, mark, receiver = entry.partition(RECEIVER_MARK)
+        if not mark:
+            raise ValueError(
+                f"{entry!r} names no receiver; write the address of its receiver behind it, as in {self._example}"
+            )
+        return f"{_checked_url(url.strip())}{RECEIVER_MARK}{parse_peer_address(receiver.strip())}"
+
+
+def _checked_url(url: str) -> str:
+    """`http://host:port`, without a path: an engine's own paths are what clients ask for."""
+    scheme, mark, rest = url.partition("://")
+    if scheme.lower() != "http" or not mark:
+        raise ValueError(f"{url!r} is no engine's URL; write http://host:port")
+    return f"http://{parse_peer_address(rest.removesuffix('/'))}"
 
 
 @attrs.frozen

@@ -41,6 +41,7 @@ class ReportName(enum.StrEnum):
     TRANSFER_FENCED = "transfer_fenced"
     CLAIM_REFUSED = "claim_refused"
     CLAIM_RETURNED = "claim_returned"
+    CLAIM_OVERDUE = "claim_overdue"
     # the sender, per transfer
     TRANSFER_OPENED = "transfer_opened"
     ADMISSION_GRANTED = "admission_granted"

@@ -2,22 +2,30 @@
 
 A transfer holds all the room it will ever need, or none. Nobody waits while holding, so two half-admitted transfers
 can never deadlock each other. The queue is first in, first out: a large transfer at its head is not overtaken, so
-nobody starves. Room stays charged from the reservation until the last reader has released the chunk.
+nobody starves. Where it is allowed, a bounded number of smaller ones may pass a head that does not fit, and then
+nobody may until it has been admitted. Room stays charged from the reservation until the last reader has released the
+chunk.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
+from typing import Final
 
 from kvpd.core.events import TransferId
 from kvpd.core.pool import SlotPool
+
+_BYPASS_SCAN_MAX: Final = 64  # how far behind the head one that fits is looked for
 
 
 class Ledger:
     """Reservations of a pool, by transfer."""
 
-    def __init__(self, pool: SlotPool) -> None:
+    def __init__(self, pool: SlotPool, *, bypass_max: int = 0) -> None:
         self._pool = pool
+        self._bypass_max = bypass_max
+        self._bypassed = 0  # how many have passed the head that waits now
         self._waiting: OrderedDict[TransferId, int] = OrderedDict()
         self._reserved: dict[TransferId, int] = {}
 
@@ -33,19 +41,28 @@ class Ledger:
 
     def leave(self, transfer: TransferId) -> None:
         """Stop waiting: those behind move up."""
+        if transfer == next(iter(self._waiting)):
+            self._bypassed = 0
         del self._waiting[transfer]
 
     def admit_next(self) -> TransferId | None:
-        """Admit the head of the queue if all of it fits: its room is now reserved. None when it must wait."""
-        if not self._waiting:
+        """Admit whose turn it is, if all of it fits: its room is now reserved. None when everybody must wait."""
+        transfer = self._next_that_fits()
+        if transfer is None:
             return None
-        transfer, chunks = next(iter(self._waiting.items()))
-        if chunks > self._pool.unreserved:
-            return None
-        del self._waiting[transfer]
+        self._bypassed = 0 if transfer == next(iter(self._waiting)) else self._bypassed + 1
+        chunks = self._waiting.pop(transfer)
         self._pool.reserve(chunks)
         self._reserved[transfer] = chunks
         return transfer
+
+    def _next_that_fits(self) -> TransferId | None:
+        """The head; or, while it does not fit and the bypass is not used up, the first behind it that does."""
+        scan = _BYPASS_SCAN_MAX if self._bypassed < self._bypass_max else 1
+        for transfer, chunks in itertools.islice(self._waiting.items(), scan):
+            if chunks <= self._pool.unreserved:
+                return transfer
+        return None
 
     def draw(self, transfer: TransferId, key: bytes, length: int) -> tuple[int, bool]:
         """A slot for a chunk: its index, and whether it holds the chunk's bytes already.

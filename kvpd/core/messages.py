@@ -9,7 +9,7 @@ durations cross the wire, never a clock's reading.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -33,6 +33,8 @@ Name = Annotated[str, Meta(max_length=128)]
 ReqId = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Key = Annotated[bytes, Meta(max_length=KEY_BYTES_MAX)]
+# How chunks are verified: not at all, or by a checksum of each, which WriteDone carries.
+Verify = Literal["off", "crc32c", "xxh3"]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
@@ -100,6 +102,7 @@ class Welcome(PeerMessage, frozen=True):
     lease_s: Annotated[float, Meta(gt=0, le=1e6)]
     put_deadline_s: Annotated[float, Meta(gt=0, le=1e6)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1, max_length=4096)]
+    verify: Verify = "off"
 
 
 class AllocRequest(PeerMessage, frozen=True):
@@ -131,7 +134,10 @@ class AllocResponse(PeerMessage, frozen=True):
 
 
 class WriteDone(PeerMessage, frozen=True):
-    """Sender to receiver: every chunk that this range had to write for `rank` has landed."""
+    """Sender to receiver: every chunk that this range had to write for `rank` has landed.
+
+    `checksums` has one entry per chunk that was written, in order, where the Welcome asked for them; else none.
+    """
 
     transfer_no: TransferNo
     rank: Annotated[int, Meta(ge=0, lt=4096)]

@@ -98,9 +98,8 @@ class SlotPool:
     def written(self, index: int, rank: int) -> bool:
         """Rank `rank` of a slot has been written. True when that made it READY."""
         slot = self._slots[index]
-        if slot.state is not SlotState.WRITING:
-            return False  # deduplicated, or a repeat
-        slot.ranks_missing.discard(rank)
+        assert slot.state is SlotState.WRITING, f"slot {index} is {slot.state}"
+        slot.ranks_missing.remove(rank)
         if slot.ranks_missing:
             return False
         slot.state = SlotState.READY

@@ -6,7 +6,8 @@ Telling never harms serving: a recorder takes any number and raises nothing, and
 from __future__ import annotations
 
 from kvpd.metrics.health import Health
+from kvpd.metrics.proxy import ProxyMetrics
 from kvpd.metrics.recorders import Metrics, ReceiverMetrics, SenderMetrics
 from kvpd.metrics.server import MetricsServer
 
-__all__ = ["Health", "Metrics", "MetricsServer", "ReceiverMetrics", "SenderMetrics"]
+__all__ = ["Health", "Metrics", "MetricsServer", "ProxyMetrics", "ReceiverMetrics", "SenderMetrics"]

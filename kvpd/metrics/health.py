@@ -22,6 +22,7 @@ class Health:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tasks: dict[str, bool] = {}
+        self._conditions: dict[str, tuple[bool, str]] = {}
         self._ready = False
         self._draining = False
         self._token: trio.lowlevel.TrioToken | None = None
@@ -49,6 +50,11 @@ class Health:
         with self._lock:
             self._tasks[name] = False
 
+    def set_condition(self, name: str, holds: bool, text: str) -> None:
+        """Something else that readiness depends on: whether it holds, and in words how it stands."""
+        with self._lock:
+            self._conditions[name] = (holds, text)
+
     def mark_ready(self) -> None:
         """Everything is bound and running."""
         self._ready = True
@@ -60,8 +66,7 @@ class Health:
     @property
     def ready(self) -> bool:
         """Whether it can serve, its loop's answer aside."""
-        with self._lock:
-            return self._ready and not self._draining and all(self._tasks.values())
+        return all(holds for _, holds, _ in self.conditions())
 
     def loop_answers(self, timeout_s: float = LOOP_TIMEOUT_S) -> bool:
         """Whether the loop runs a call within `timeout_s` seconds. Blocks: not for the loop's own thread."""
@@ -76,13 +81,21 @@ class Health:
         return answered.wait(timeout_s)
 
     def report(self) -> list[tuple[str, bool, str]]:
-        """Every condition of readiness: its name, whether it holds, and in words how it stands."""
+        """Every condition of readiness: its name, whether it holds, and in words how it stands. Blocks, too."""
         answers = self.loop_answers()
-        with self._lock:
-            tasks = sorted(self._tasks.items())
         return [
             ("loop", answers, "answers" if answers else f"does not answer within {LOOP_TIMEOUT_S:g} s"),
+            *self.conditions(),
+        ]
+
+    def conditions(self) -> list[tuple[str, bool, str]]:
+        """The same, the loop's answer aside: for the loop's own thread."""
+        with self._lock:
+            tasks = sorted(self._tasks.items())
+            others = sorted(self._conditions.items())
+        return [
             ("started", self._ready, "yes" if self._ready else "not yet"),
             ("accepting", not self._draining, "draining" if self._draining else "yes"),
             *((f"task {name}", alive, "runs" if alive else "has ended") for name, alive in tasks),
+            *((name, holds, text) for name, (holds, text) in others),
         ]

@@ -94,7 +94,7 @@ class Tallies:
 
 
 class Metrics:
-    """What both roles tell; its registry is its own, so that a program may have several."""
+    """What every role tells; its registry is its own, so that a program may have several."""
 
     def __init__(
         self,
@@ -113,14 +113,6 @@ class Metrics:
         self._messages_dropped = self._tallies(
             "kvpd_messages_dropped", "Messages that were not acted on.", "reason", ("malformed",)
         )
-        self._peers_rejected = self._tallies(
-            "kvpd_peers_rejected",
-            "Peers refused.",
-            "reason",
-            (ErrorCode.LAYOUT_MISMATCH, ErrorCode.PROTOCOL_VERSION, ErrorCode.PROTOCOL_ERROR),
-        )
-        self.sessions = self._level("kvpd_sessions", "Sessions open with peers.")
-        self.engines = self._level("kvpd_engines", "Engines attached.")
         callback = _LogLinesDropped(log_lines_dropped)
         self.registry.register(callback)
         self._own.append(callback)
@@ -129,10 +121,6 @@ class Metrics:
     def message_dropped(self, reason: str) -> None:
         """A message counted for nothing; `reason` is a word of the program's, never the peer's."""
         self._messages_dropped.inc(reason)
-
-    def peer_rejected(self, reason: str) -> None:
-        """A peer was refused; `reason` as for `message_dropped`."""
-        self._peers_rejected.inc(reason)
 
     def snapshot(self) -> dict[str, float]:
         """All values but the histograms' buckets and the process's own, by the name that /metrics gives them."""
@@ -172,7 +160,33 @@ class Metrics:
         return Spread(histogram, self._refused)
 
 
-class ReceiverMetrics(Metrics):
+class TransferMetrics(Metrics):
+    """What both sides of a transfer tell."""
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        version: str | None = None,
+        transport: str = "",
+        log_lines_dropped: Callable[[], int] = lines_dropped,
+    ) -> None:
+        super().__init__(role, version=version, transport=transport, log_lines_dropped=log_lines_dropped)
+        self._peers_rejected = self._tallies(
+            "kvpd_peers_rejected",
+            "Peers refused.",
+            "reason",
+            (ErrorCode.LAYOUT_MISMATCH, ErrorCode.PROTOCOL_VERSION, ErrorCode.PROTOCOL_ERROR),
+        )
+        self.sessions = self._level("kvpd_sessions", "Sessions open with peers.")
+        self.engines = self._level("kvpd_engines", "Engines attached.")
+
+    def peer_rejected(self, reason: str) -> None:
+        """A peer was refused; `reason` as for `message_dropped`."""
+        self._peers_rejected.inc(reason)
+
+
+class ReceiverMetrics(TransferMetrics):
     """What a receiver tells."""
 
     def __init__(
@@ -217,7 +231,7 @@ class ReceiverMetrics(Metrics):
             level.set(counts.get(state, 0))
 
 
-class SenderMetrics(Metrics):
+class SenderMetrics(TransferMetrics):
     """What a sender tells."""
 
     def __init__(

@@ -99,13 +99,15 @@ class Driver(Generic[E, A]):
         at = self._core.next_deadline()
         self._sleep.deadline = math.inf if at is None else trio.current_time() + max(0.0, at - self._now())
 
-    async def run_timer(self, before_judging: Callable[[], None] = lambda: None) -> None:
-        """Feed TimePassed whenever a deadline is due; `before_judging` may first hear what has already arrived."""
+    async def run_timer(self) -> None:
+        """Feed TimePassed whenever a deadline is due, once what has already arrived was heard."""
         while True:
             with trio.CancelScope() as self._sleep:
                 self._arm()
                 await trio.sleep_forever()
-            before_judging()
+            # Two turns of the loop: in the first the sockets' pumps run, in the second those whom they woke.
+            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
             at, now = self._core.next_deadline(), self._now()
             if at is not None and at <= now:
                 self.feed(TimePassed(lag_s=now - at))

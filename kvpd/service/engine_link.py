@@ -74,23 +74,34 @@ class Connection:
         self._stream = stream
         self._frames, self._queue = trio.open_memory_channel[bytes](_FRAMES_QUEUED_MAX)
         self.scope = trio.CancelScope()
+        self.written = trio.Event()  # nothing more will be written
 
     def send(self, frame: Frame) -> None:
         """Queue a frame; an engine that does not read is cut off."""
         try:
             self._frames.send_nowait(encode_frame(frame))
         except trio.WouldBlock:
-            log.warning("engine_cut_off", engine=self.label, queued=_FRAMES_QUEUED_MAX)
-            self.scope.cancel()
+            self.cut_off(f"{_FRAMES_QUEUED_MAX} frames wait to be read")
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return  # the connection is ending: its writer has stopped, or writes its last words
 
+    def cut_off(self, detail: str) -> None:
+        """End the connection, whatever is queued."""
+        log.warning("engine_cut_off", engine=self.label, detail=detail)
+        self.scope.cancel()
+
     async def write(self) -> None:
         """The writing task: frames that wait together leave together."""
+        try:
+            await self._write_frames()
+        finally:
+            self.written.set()
+
+    async def _write_frames(self) -> None:
         with self._queue:
             async for data in self._queue:
                 parts, size = [data], len(data)
-                with contextlib.suppress(trio.WouldBlock):
+                with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
                     while size < _WRITE_BYTES:
                         parts.append(self._queue.receive_nowait())
                         size += len(parts[-1])
@@ -162,12 +173,22 @@ class EngineServer:
         self._memory = memory
         self._make_engine = make_engine
         self._on_count = on_count
+        self._connections: set[Connection] = set()
         self._count = 0
 
     async def run(self) -> None:
         """Serve until cancelled."""
         async with trio.open_nursery() as self._nursery:
             await trio.serve_listeners(self._serve, [self._listener], handler_nursery=self._nursery)
+
+    async def finish(self) -> None:
+        """Say nothing more to any engine, and wait, a second at most, until they have what was said."""
+        connections = list(self._connections)
+        for connection in connections:
+            connection.finish()
+        with trio.move_on_after(_LAST_WORDS_S):
+            for connection in connections:
+                await connection.written.wait()
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         if self._count >= _CONNECTIONS_MAX:
@@ -190,6 +211,7 @@ class EngineServer:
             await stream.aclose()
             return
         connection = Connection(stream, f"pid {pid}")
+        self._connections.add(connection)
         try:
             with connection.scope:
                 async with stream, trio.open_nursery() as nursery:
@@ -198,6 +220,7 @@ class EngineServer:
                     connection.finish()
                     nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
         finally:
+            self._connections.discard(connection)
             self._part(connection, pidfd)
 
     def _part(self, connection: Connection, pidfd: int) -> None:

@@ -6,7 +6,7 @@ and mean nothing beyond its connection.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvpd.core.events import RequestCancelled
 from kvpd.core.receiver import events as rev
@@ -40,11 +40,15 @@ from kvpd.link import (
 from kvpd.service.receiver import Receiver
 from kvpd.service.sender import Sender
 
+_OPEN_MAX: Final = 65536  # transfers of one connection that were not closed
+
 
 class Outgoing(Protocol):
     """Where frames to the engine go."""
 
     def send(self, frame: Frame) -> None: ...
+
+    def cut_off(self, detail: str) -> None: ...
 
 
 class PrefillEngine:
@@ -83,6 +87,8 @@ class PrefillEngine:
     def _open(self, frame: Open) -> None:
         if frame.transfer in self._transfers:
             raise RemoteProtocolError(f"transfer {frame.transfer} is open already")
+        if len(self._transfers) >= _OPEN_MAX:
+            raise RemoteProtocolError(f"{_OPEN_MAX} transfers were opened and not closed")
         sink = self._transfers[frame.transfer] = _Sink(frame.transfer, self._out)
         try:
             sink.number = self._sender.open_for(
@@ -189,6 +195,10 @@ class DecodeEngine:
     def refused(self, refusal: rev.RefuseClaim) -> None:
         """Why there is nothing to claim."""
         self._out.send(ClaimFailed(refusal.claim, LinkError.of(refusal.error)))
+
+    def cut_off(self, detail: str) -> None:
+        """It holds a claim for too long."""
+        self._out.cut_off(detail)
 
     def announced(self, announcement: rev.AnnounceTransfer) -> None:
         """What became of a transfer, pushed."""

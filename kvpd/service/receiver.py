@@ -16,7 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 import attrs
 import trio
@@ -30,6 +30,7 @@ from kvpd.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, Tran
 from kvpd.log import get_logger
 from kvpd.metrics import Health, ReceiverMetrics
 from kvpd.service.buffer import Buffer
+from kvpd.service.checksums import checksums_of
 from kvpd.service.defaults import DataPlaneFactory, data_plane_factory
 from kvpd.service.driver import Driver
 from kvpd.service.host import open_process, own_host, wait_dead
@@ -38,6 +39,8 @@ from kvpd.transports.base import ControlServer, ControlTransport, DataPlane, Tar
 from kvpd.transports.zmq import open_zmq_control
 
 log = get_logger()
+
+_HEARD_AT_ONCE_MAX: Final = 256  # messages in one turn of the loop
 
 
 class EngineSink(Protocol):
@@ -48,6 +51,8 @@ class EngineSink(Protocol):
     def refused(self, refusal: ev.RefuseClaim) -> None: ...
 
     def announced(self, announcement: ev.AnnounceTransfer) -> None: ...
+
+    def cut_off(self, detail: str) -> None: ...
 
 
 @attrs.frozen
@@ -198,6 +203,11 @@ class Receiver:
             case ev.RefuseClaim(engine):
                 if engine in self._engines:
                     self._engines[engine].refused(action)
+            case ev.CutEngine(engine, detail):
+                if engine in self._engines:
+                    self._engines[engine].cut_off(detail)
+            case ev.VerifyChunks():
+                self._nursery.start_soon(self._verify, action)
             case ev.AnnounceTransfer():
                 for sink in list(self._engines.values()):
                     sink.announced(action)
@@ -211,6 +221,7 @@ class Receiver:
             while True:
                 peer, message = await self._server.receive()
                 self._heard(peer, message)
+                self._hear_the_rest()
 
     def _heard(self, peer: bytes, frame: bytes) -> None:
         try:
@@ -222,17 +233,17 @@ class Receiver:
             self.feed(ev.MessageReceived(peer, message))
 
     def _hear_the_rest(self) -> None:
-        """What has arrived already must count before anybody's silence is judged."""
-        while True:
+        """Some more of what has arrived already: it must count before anybody's silence is judged."""
+        for _ in range(_HEARD_AT_ONCE_MAX):
             try:
                 peer, message = self._server.receive_nowait()
-            except (trio.WouldBlock, trio.ClosedResourceError):
+            except trio.WouldBlock:
                 return
             self._heard(peer, message)
 
     async def _keep_time(self) -> None:
         with self.health.task("keep_time"):
-            await self._driver.run_timer(self._hear_the_rest)
+            await self._driver.run_timer()
 
     async def _open_session(self, session_no: int, process: HostIdentity | None) -> None:
         try:
@@ -254,6 +265,13 @@ class Receiver:
         self.feed(ev.SessionOpened(session_no, (region,)))
         if process is not None:
             await self._watch_process(session_no, pidfd)
+
+    async def _verify(self, action: ev.VerifyChunks) -> None:
+        """Compare what landed with what was sent. If the transfer ends meanwhile, the answer counts for nothing."""
+        views = [self.buffer.slot(chunk.index, chunk.length) for chunk in action.chunks]
+        found = await checksums_of(views, self.core.settings.verify)
+        mismatched = sum(checksum != chunk.checksum for checksum, chunk in zip(found, action.chunks, strict=True))
+        self.feed(ev.ChunksVerified(action.transfer, action.message, mismatched))
 
     async def _watch_process(self, session_no: int, pidfd: int | None) -> None:
         if pidfd is not None:
@@ -344,6 +362,9 @@ class _OwnClaims:
     def announced(self, announcement: ev.AnnounceTransfer) -> None:
         """Whoever embeds a receiver claims by name."""
 
+    def cut_off(self, detail: str) -> None:
+        """The embedding program is this one: it has no connection to cut, and its log says that a claim is overdue."""
+
 
 def _settings(config: ReceiverConfig, slots: int, host: HostIdentity) -> ReceiverSettings:
     return ReceiverSettings(
@@ -358,6 +379,9 @@ def _settings(config: ReceiverConfig, slots: int, host: HostIdentity) -> Receive
         progress_timeout_s=config.progress_timeout_s,
         ready_ttl_s=config.ready_ttl_s,
         claim_grace_s=config.claim_grace_s,
+        claim_ttl_s=config.claim_ttl_s,
+        bypass_max=config.bypass_max,
+        verify=config.verify,
         lease_s=config.lease_s,
         put_deadline_s=config.put_deadline_s,
     )

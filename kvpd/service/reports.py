@@ -20,6 +20,7 @@ _WARNINGS: Final = frozenset(
         ReportName.TRANSFER_FAILED,
         ReportName.CLAIM_REFUSED,
         ReportName.CLAIM_RETURNED,
+        ReportName.CLAIM_OVERDUE,
         ReportName.PROXY_NOTIFICATION_DROPPED,
         ReportName.SESSION_ENDED,
         ReportName.PEER_REJECTED,

@@ -7,14 +7,16 @@ anything may still land.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import attrs
 import trio
 
+from kvpd.core.messages import Verify
 from kvpd.core.sender import events as ev
 from kvpd.errors import TransportError
+from kvpd.service.checksums import checksums_of
 from kvpd.transports.base import Endpoint, PutBatch
 
 # A forced close ends every operation within milliseconds; a transport that does not is broken, and waited for no more.
@@ -29,6 +31,8 @@ class Posted:
     batch: PutBatch
     endpoint: Endpoint
     posted_at: float
+    chunks: Sequence[memoryview]  # what is put, to be summed; empty where nobody asks for checksums
+    verify: Verify
 
 
 class Request:
@@ -43,9 +47,11 @@ class Request:
         self._in_flight: list[Posted] = []
         self._put_deadline_s: float | None = None
 
-    def post(self, piece: int, endpoint: Endpoint, batch: PutBatch) -> None:
+    def post(
+        self, piece: int, endpoint: Endpoint, batch: PutBatch, chunks: Sequence[memoryview], verify: Verify
+    ) -> None:
         """The piece's puts have been posted."""
-        posted = Posted(piece, batch, endpoint, trio.current_time())
+        posted = Posted(piece, batch, endpoint, trio.current_time(), chunks, verify)
         self._in_flight.append(posted)
         self._posted.send_nowait(posted)
 
@@ -70,6 +76,8 @@ class Request:
 
     async def _wait_for_puts(self) -> None:
         async for posted in self._next:
+            # Summed while the puts are on their way: the staging slots are ours until PutsCompleted.
+            checksums = () if posted.verify == "off" else await checksums_of(posted.chunks, posted.verify)
             try:
                 await posted.batch.wait()
             except TransportError as exc:
@@ -77,7 +85,7 @@ class Request:
                 await trio.sleep_forever()  # the core ends the transfer, and this scope with it
             self._in_flight.remove(posted)
             seconds = trio.current_time() - posted.posted_at
-            self._feed(ev.PutsCompleted(self.number, posted.piece, seconds))
+            self._feed(ev.PutsCompleted(self.number, posted.piece, seconds, checksums))
 
     async def _drain(self, put_deadline_s: float) -> bool:
         """Whether every put that was begun has ended well, so that nothing of this transfer can land any more."""

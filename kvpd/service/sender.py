@@ -210,7 +210,8 @@ class Sender:
             case ev.FinishTransfer(number, error):
                 self._finish(number, error)
             case ev.CancelTransfer(number, put_deadline_s):
-                self._requests[number].cancel(put_deadline_s)
+                if number in self._requests:  # otherwise the sender itself is being cancelled, its tasks first
+                    self._requests[number].cancel(put_deadline_s)
             case ev.NotifyProxy(proxy, notif):
                 self._proxies.send(proxy, encode(notif) if self._is_acknowledged else encode_push(notif))
             case ev.ConnectPeer(receiver):
@@ -235,13 +236,14 @@ class Sender:
         size = self.config.chunk_bytes
         puts = [Put(put.local * size, put.remote * size, put.length) for put in action.puts]
         try:
-            if endpoint is None:
+            if endpoint is None or action.transfer_no not in self._requests:
                 raise TransportError("the endpoint is closed")
             batch = endpoint.post(puts)
         except TransportError as exc:
             self.feed(ev.PutsFailed(action.transfer_no, action.piece, str(exc)))
         else:
-            self._requests[action.transfer_no].post(action.piece, endpoint, batch)
+            chunks = [] if action.verify == "off" else [self.buffer.slot(put.local, put.length) for put in action.puts]
+            self._requests[action.transfer_no].post(action.piece, endpoint, batch, chunks, action.verify)
 
     def _finish(self, number: int, error: TransferError | None) -> None:
         request = self._requests.get(number)
@@ -317,8 +319,7 @@ class Sender:
         Raises:
             LocalProtocolError: `receiver` or `notify` is no address, or the sender does not run.
         """
-        if self._running is None or self._driver.is_stopped:
-            raise LocalProtocolError("this sender does not run: open transfers while it is entered")
+        self._check_running()
         receiver_address = _peer_address("receiver", receiver)
         notify_address = _peer_address("notify", notify) if notify is not None else None
         number = next(self._transfer_numbers)
@@ -330,6 +331,10 @@ class Sender:
             request.finish()
         return number
 
+    def _check_running(self) -> None:
+        if self._running is None or self._driver.is_stopped:
+            raise LocalProtocolError("this sender does not run: open transfers while it is entered")
+
     @asynccontextmanager
     async def open(
         self, req_id: str, *, receiver: str, total_chunks: int, notify: str | None = None
@@ -340,9 +345,10 @@ class Sender:
         Leaving by an exception or a cancellation cancels the transfer.
 
         Raises:
-            LocalProtocolError: an address is none; or, on leaving, not all chunks were staged.
+            LocalProtocolError: an address is none, the sender does not run; or, on leaving, not all chunks were staged.
             TransferError: refused, failed, revoked or cancelled; raised by the first `stage` or on leaving.
         """
+        self._check_running()
         transfer = Transfer(self.buffer, self.feed, total_chunks)
         transfer.number = self.open_for(transfer, self._own_engine, req_id, receiver, total_chunks, notify)
         try:

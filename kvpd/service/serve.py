@@ -6,27 +6,25 @@ Start-up is all or nothing. The first SIGTERM or SIGINT stops new work and lets 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import attrs
-import orjson
 import trio
 
-from kvpd.config import Config, ReceiverConfig, Role
+from kvpd.config import Config, ReceiverConfig
 from kvpd.errors import ConfigError
 from kvpd.link import LINK_VERSION, Attached, RegionInfo
 from kvpd.log import LogWriter, get_logger, start_logging
 from kvpd.metrics import Health, MetricsServer, ReceiverMetrics, SenderMetrics
+from kvpd.service.announce import tell_systemd, write_addresses
 from kvpd.service.engine_link import EngineServer, Memory, listen
 from kvpd.service.engines import DecodeEngine, PrefillEngine
 from kvpd.service.host import raise_descriptor_limit
@@ -39,7 +37,7 @@ _AFTER_DRAIN_S: Final = 1.0  # for the last messages: they are small, and nobody
 _STARTUP_FAILED: Final = 1
 
 
-def run(role: Role, config: Config, *, address_file: Path | None = None) -> int:
+def run(role: Literal["receiver", "sender"], config: Config, *, address_file: Path | None = None) -> int:
     """Serve until told to stop: the exit status, 0 after a drain.
 
     Raises:
@@ -62,7 +60,7 @@ def _boot_time() -> float:
 
 @attrs.define
 class _Daemon:
-    role: Role
+    role: Literal["receiver", "sender"]
     config: Config
     writer: LogWriter
     address_file: Path | None
@@ -120,13 +118,14 @@ class _Daemon:
                     self.is_ready = True
                     health.mark_ready()
                     log.info("ready", pid=os.getpid(), descriptors_soft=soft, descriptors_hard=hard, **addresses)
-                    _tell_systemd("READY=1")
+                    tell_systemd("READY=1")
                     await self.stop.wait()
                     await self._drain(daemon, section.drain_timeout_s)
+                    await engines.finish()
                 nursery.cancel_scope.cancel()
 
     async def _drain(self, daemon: Receiver | Sender, timeout_s: float) -> None:
-        _tell_systemd("STOPPING=1")
+        tell_systemd("STOPPING=1")
         log.info("drain_started", timeout_s=timeout_s)
         finished = await daemon.drain(timeout_s)
         if not finished:
@@ -156,17 +155,13 @@ class _Daemon:
                 yield sender
 
     def _write_addresses(self, addresses: dict[str, str]) -> bool:
-        """Whole or not at all: whoever waits for the file reads it the moment it appears. Whether that worked."""
+        """Where the command line wants them. Whether that worked."""
         if self.address_file is None:
             return True
-        draft = self.address_file.with_name(f".{self.address_file.name}.{os.getpid()}")
         try:
-            draft.write_bytes(orjson.dumps(addresses, option=orjson.OPT_APPEND_NEWLINE))
-            draft.replace(self.address_file)
-        except OSError as exc:
-            self.failure = ConfigError([f"--address-file {self.address_file} cannot be written ({exc.strerror})"])
-            with contextlib.suppress(OSError):
-                draft.unlink()
+            write_addresses(self.address_file, addresses)
+        except ConfigError as exc:
+            self.failure = exc
             return False
         return True
 
@@ -197,13 +192,3 @@ def _engine_server(listener: trio.SocketListener, daemon: Receiver | Sender) -> 
 async def _serve_engines(server: EngineServer, health: Health) -> None:
     with health.task("serve_engines"):
         await server.run()
-
-
-def _tell_systemd(state: str) -> None:
-    """sd_notify(3), where systemd asked for it."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, contextlib.suppress(OSError):
-        notify.connect("\0" + address[1:] if address.startswith("@") else address)
-        notify.send(state.encode())

@@ -20,6 +20,7 @@ from kvpd.core.messages import (
     ErrorInfo,
     PeerMessage,
     RevokeNotif,
+    Verify,
     Welcome,
 )
 from kvpd.core.sender import SenderCore, SenderSettings
@@ -126,6 +127,7 @@ class ReceiverPeer:
     incarnation: int = RECEIVER_INCARNATION
     lease_s: float = 9.0
     put_deadline_s: float = 2.0
+    verify: Verify = "off"
     serial: int = 0
     last_id: int = 0
 
@@ -158,6 +160,7 @@ class ReceiverPeer:
             "lease_s": self.lease_s,
             "put_deadline_s": self.put_deadline_s,
             "regions": regions(self.total_chunks),
+            "verify": self.verify,
         }
         return Welcome(SENDER_INCARNATION, self.incarnation, self.hello_id, **(fields | changes))  # type: ignore[arg-type]
 

@@ -84,7 +84,6 @@ def test_a_slot_goes_from_free_to_ready_and_back() -> None:
     assert pool.counts == PoolCounts(free=0, reserved=1, writing=1, ready=0, quarantined=0)
     assert pool.pin_ready(b"k", 5) is None
     assert pool.written(index, 0)
-    assert not pool.written(index, 0)
     assert pool.pin_ready(b"k", 6) is None
     assert pool.pin_ready(b"k", 5) == index
     assert not pool.let_go(index, fenced=True)

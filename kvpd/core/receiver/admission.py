@@ -145,23 +145,51 @@ class Admission(Peers):
             unknown = ErrorInfo(ErrorCode.PEER_LOST, f"transfer {message.transfer_no} is not known here")
             self._ack(session, message, session.outcomes.get(message.transfer_no, unknown))
             return
-        match transfer.state:
-            case ReceiverState.QUEUED | ReceiverState.ADMITTED:
-                try:
-                    self._book.mark_written(transfer, message.rank, message.first_chunk, message.count)
-                except BatchRefused as exc:
-                    self._ack(session, message, exc.info)
-                    self._roll_back(transfer, exc.info, now, fenced=False, tell=True)
-                    return
-                self._book.progressed(transfer, now=now)
-                self._report_of(
-                    ReportName.CHUNKS_WRITTEN, transfer, first_chunk=message.first_chunk, chunks=message.count
-                )
-                self._ack(session, message)
-                self._complete_if_ready(transfer, now)
-            case _:
-                # COMPLETE and CLAIMED: a repeat. REVOKED: never plainly acknowledged.
-                self._ack(session, message, transfer.error)
+        if transfer.state not in (ReceiverState.QUEUED, ReceiverState.ADMITTED):
+            # COMPLETE and CLAIMED: a repeat. REVOKED: never plainly acknowledged.
+            self._ack(session, message, transfer.error)
+            return
+        try:
+            slots = self._book.unwritten(transfer, message.rank, message.first_chunk, message.count)
+            if self.settings.verify != "off" and slots and len(message.checksums) != len(slots):
+                detail = f"{len(message.checksums)} checksums for {len(slots)} chunks written"
+                raise BatchRefused(ErrorCode.PROTOCOL_ERROR, detail)
+        except BatchRefused as exc:
+            self._ack(session, message, exc.info)
+            self._roll_back(transfer, exc.info, now, fenced=False, tell=True)
+            return
+        self._book.progressed(transfer, now=now)
+        if self.settings.verify == "off" or not slots:
+            self._written(session, transfer, message, slots, now)
+        elif message.message_id not in transfer.verifying:
+            transfer.verifying.add(message.message_id)
+            chunks = zip(slots, message.checksums, strict=True)
+            length_of = self._book.pool.slot
+            written = tuple(ev.WrittenSlot(index, length_of(index).length, checksum) for index, checksum in chunks)
+            self._actions.append(ev.VerifyChunks(transfer.id, message, written))
+
+    def _chunks_verified(self, event: ev.ChunksVerified, now: float) -> None:
+        """The bytes are those that were sent, or the whole transfer goes."""
+        transfer, message = self._book.get(event.transfer), event.message
+        if transfer is None or transfer.state is not ReceiverState.ADMITTED:
+            return  # it ended meanwhile, and a repeat of the message finds out how
+        session = self._sessions.numbered(transfer.session_no)
+        assert session is not None
+        transfer.verifying.discard(message.message_id)
+        if event.mismatched:
+            detail = f"{event.mismatched} of the chunks from {message.first_chunk} on hold other bytes than were sent"
+            error = ErrorInfo(ErrorCode.CHECKSUM_MISMATCH, detail)
+            self._ack(session, message, error)
+            self._roll_back(transfer, error, now, fenced=False, tell=True)
+            return
+        slots = self._book.unwritten(transfer, message.rank, message.first_chunk, message.count)
+        self._written(session, transfer, message, slots, now)
+
+    def _written(self, session: Session, transfer: Transfer, message: WriteDone, slots: list[int], now: float) -> None:
+        self._book.mark_written(transfer, message.rank, slots)
+        self._report_of(ReportName.CHUNKS_WRITTEN, transfer, first_chunk=message.first_chunk, chunks=message.count)
+        self._ack(session, message)
+        self._complete_if_ready(transfer, now)
 
     def _complete_if_ready(self, transfer: Transfer, now: float) -> None:
         if not self._book.complete_if_ready(transfer):

@@ -19,7 +19,7 @@ from kvpd.errors import transfer_error
 Deadline = (
     tuple[Literal["allocation", "ready"], TransferId]
     | tuple[Literal["lease", "repeat"], int]
-    | tuple[Literal["claim"], tuple[int, int]]
+    | tuple[Literal["claim", "overdue"], tuple[int, int]]
     | tuple[Literal["progress"], None]
 )
 
@@ -29,7 +29,12 @@ class ReceiverBase:
 
     def __init__(self, settings: ReceiverSettings) -> None:
         self.settings = settings
-        self._book = TransferBook(settings.total_slots, chunk_bytes=settings.chunk_bytes, ranks=settings.ranks)
+        self._book = TransferBook(
+            settings.total_slots,
+            chunk_bytes=settings.chunk_bytes,
+            ranks=settings.ranks,
+            bypass_max=settings.bypass_max,
+        )
         self._sessions = SessionBook(settings.host)
         self._desk = ClaimDesk()
         self._timers: Timers[Deadline] = Timers()

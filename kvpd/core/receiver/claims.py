@@ -94,6 +94,10 @@ class ClaimDesk:
         transfer.ranks_reading.add(claim.rank)
         self._held[_key(claim)] = Held(transfer, claim.rank)
 
+    def held(self, key: ClaimKey) -> Held:
+        """The granted claim of this key."""
+        return self._held[key]
+
     def let_go(self, key: ClaimKey) -> Held | None:
         """The engine reads it no more; None if it did not. The rank is neither reading nor unclaimed now."""
         held = self._held.pop(key, None)

@@ -32,6 +32,8 @@ class ReceiverCore(Admission):
                 self._fence_progressed(session_no, now, worker_destroyed=True)
             case ev.ProcessDied(session_no):
                 self._fence_progressed(session_no, now, process_dead=True)
+            case ev.ChunksVerified():
+                self._chunks_verified(event, now)
             case ev.ClaimRequested():
                 self._claim_requested(event, now)
             case ev.ClaimReleased(engine, claim):
@@ -140,6 +142,8 @@ class ReceiverCore(Admission):
                     self._repeat_due(session_no, now)
                 case ("claim", key):
                     self._claim_timed_out(key)
+                case ("overdue", key):
+                    self._claim_overdue(key)
                 case ("progress", _):
                     self._revoke_idle(now)
                 case _:

@@ -7,7 +7,7 @@ import enum
 import attrs
 
 from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancelled, TimePassed, TransferId
-from kvpd.core.messages import HostIdentity, Message, PeerMessage, Region
+from kvpd.core.messages import HostIdentity, Message, PeerMessage, Region, WriteDone
 from kvpd.errors import TransferError
 
 
@@ -58,6 +58,15 @@ class ProcessDied:
 
 
 @attrs.frozen
+class ChunksVerified:
+    """The checksums of a WriteDone have been compared; `mismatched` chunks hold other bytes than were sent."""
+
+    transfer: TransferId
+    message: WriteDone
+    mismatched: int
+
+
+@attrs.frozen
 class ClaimRequested:
     """An engine wants the chunks of `req_id`, within `timeout_s`."""
 
@@ -98,6 +107,7 @@ ReceiverEvent = (
     | SessionFailed
     | SessionClosed
     | ProcessDied
+    | ChunksVerified
     | ClaimRequested
     | ClaimReleased
     | EngineClosed
@@ -139,6 +149,32 @@ class ForgetSession:
     """Nothing of this session matters any more: stop watching its process."""
 
     session_no: int
+
+
+@attrs.frozen
+class WrittenSlot:
+    """One chunk to verify: its slot, its length in bytes, and the checksum that its sender computed."""
+
+    index: int
+    length: int
+    checksum: int
+
+
+@attrs.frozen
+class VerifyChunks:
+    """Compare these checksums with what the slots hold; answer ChunksVerified."""
+
+    transfer: TransferId
+    message: WriteDone
+    chunks: tuple[WrittenSlot, ...]
+
+
+@attrs.frozen
+class CutEngine:
+    """End this engine's connection: it holds a claim for too long. Its memory is its own until it is dead."""
+
+    engine: int
+    detail: str
 
 
 @attrs.frozen
@@ -189,5 +225,14 @@ class AnnounceTransfer:
 
 
 ReceiverAction = (
-    SendMessage | OpenSession | CloseSession | ForgetSession | GrantClaim | RefuseClaim | AnnounceTransfer | Report
+    SendMessage
+    | VerifyChunks
+    | CutEngine
+    | OpenSession
+    | CloseSession
+    | ForgetSession
+    | GrantClaim
+    | RefuseClaim
+    | AnnounceTransfer
+    | Report
 )

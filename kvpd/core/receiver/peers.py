@@ -59,6 +59,7 @@ class Peers(Rollback):
             lease_s=settings.lease_s,
             put_deadline_s=settings.put_deadline_s,
             regions=regions,
+            verify=settings.verify,
         )
         self._send(session, session.welcome)
         self._report(ReportName.SESSION_OPENED, peer=session.peer, sender=session.sender_id, session=session.number)

@@ -42,6 +42,8 @@ class Reading(ReceiverBase):
             return True
         transfer = verdict
         self._desk.hold(claim, transfer)
+        if self.settings.claim_ttl_s:
+            self._timers.set(("overdue", (claim.engine, claim.claim)), now + self.settings.claim_ttl_s)
         if transfer.state is ReceiverState.COMPLETE:
             transfer.move(ReceiverCause.CLAIM)
         if not transfer.ranks_unclaimed:
@@ -80,8 +82,16 @@ class Reading(ReceiverBase):
         detail = f"not complete within {claim.timeout_s:g} s: {states or 'no transfer of this req_id is known'}"
         self._refuse_claim(claim, transfer_error(ErrorCode.CLAIM_TIMEOUT, detail[:1024]))
 
+    def _claim_overdue(self, key: tuple[int, int]) -> None:
+        """An engine that hangs is cut off. Its chunks come back when its process is dead, and not before."""
+        held = self._desk.held(key)
+        detail = f"a claim was held for more than claim_ttl_s of {self.settings.claim_ttl_s:g} s"
+        self._report_of(ReportName.CLAIM_OVERDUE, held.transfer, engine=key[0], rank=held.rank)
+        self._actions.append(ev.CutEngine(key[0], detail))
+
     def _claim_released(self, key: tuple[int, int], now: float) -> None:
         self._stop_waiting(key)
+        self._timers.clear(("overdue", key))
         held = self._desk.let_go(key)
         if held is not None:
             self._release_if_read(held.transfer, now)
@@ -101,6 +111,7 @@ class Reading(ReceiverBase):
         for key in self._desk.waiting_of(engine):
             self._stop_waiting(key)
         for key in self._desk.held_by(engine):
+            self._timers.clear(("overdue", key))
             held = self._desk.let_go(key)
             assert held is not None
             transfer = held.transfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvpd.core.messages import HostIdentity
+from kvpd.core.messages import HostIdentity, Verify
 
 
 @attrs.frozen
@@ -23,6 +23,9 @@ class ReceiverSettings:
     progress_timeout_s: float = 60.0
     ready_ttl_s: float = 60.0
     claim_grace_s: float = 10.0
+    claim_ttl_s: float = 0.0  # 0: a claim may be held for ever
+    bypass_max: int = 0
+    verify: Verify = "off"
     lease_s: float = 10.0
     put_deadline_s: float = 4.0
     sessions_max: int = 1024

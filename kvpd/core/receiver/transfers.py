@@ -48,6 +48,7 @@ class Transfer:
     ready: int = 0  # chunks
     deduplicated: int = 0  # chunks
     bytes_placed: int = 0
+    verifying: set[int] = attrs.field(factory=set)  # message ids of WriteDones whose checksums are being compared
     quarantined: list[int] = attrs.field(factory=list)
     last_progress: float = 0.0
     ready_until: float = 0.0
@@ -72,9 +73,9 @@ class BatchRefused(Exception):
 class TransferBook:
     """All transfers of one receiver, its slots and its admission queue."""
 
-    def __init__(self, total_slots: int, *, chunk_bytes: int, ranks: int) -> None:
+    def __init__(self, total_slots: int, *, chunk_bytes: int, ranks: int, bypass_max: int) -> None:
         self.pool = SlotPool(total_slots, ranks=ranks)
-        self.ledger = Ledger(self.pool)
+        self.ledger = Ledger(self.pool, bypass_max=bypass_max)
         self.ranks = ranks
         self._chunk_bytes = chunk_bytes
         self._transfers: dict[TransferId, Transfer] = {}
@@ -193,8 +194,8 @@ class TransferBook:
         transfer.deduplicated += len(already_sent)
         batch.remote_indexes, batch.already_sent_indexes = tuple(indexes), tuple(already_sent)
 
-    def mark_written(self, transfer: Transfer, rank: int, first_chunk: int, count: int) -> None:
-        """Every chunk in the range has been written for `rank`.
+    def unwritten(self, transfer: Transfer, rank: int, first_chunk: int, count: int) -> list[int]:
+        """The slots in the range that still wait for `rank`: not those that were deduplicated, nor those of a repeat.
 
         Raises:
             BatchRefused: there is no such rank, or a chunk in the range was never placed.
@@ -205,8 +206,12 @@ class TransferBook:
                 ErrorCode.PROTOCOL_ERROR,
                 f"chunks {first_chunk} to {first_chunk + count - 1} of rank {rank} were never allocated",
             )
-        for position in positions:
-            transfer.ready += self.pool.written(transfer.slots[position], rank)
+        slots = (transfer.slots[position] for position in positions)
+        return [index for index in slots if rank in self.pool.slot(index).ranks_missing]
+
+    def mark_written(self, transfer: Transfer, rank: int, slots: list[int]) -> None:
+        """These slots have been written for `rank`."""
+        transfer.ready += sum(self.pool.written(index, rank) for index in slots)
 
     def complete_if_ready(self, transfer: Transfer) -> bool:
         """Whether that was the last chunk; then the transfer is COMPLETE."""

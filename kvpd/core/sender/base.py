@@ -29,7 +29,7 @@ class SenderBase:
         self._peers: dict[str, Peer] = {}
         self._transfers: dict[int, Transfer] = {}
         # Slots that the engine of an ended transfer may still be filling: by transfer, until it lets go.
-        self._lingering: dict[int, tuple[str, list[int]]] = {}
+        self._lingering: dict[int, list[int]] = {}
         self._notifier = Notifier(settings)
         self._timers: Timers[Deadline] = Timers()
         self._actions: list[ev.SenderAction] = []

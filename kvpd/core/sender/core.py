@@ -98,7 +98,7 @@ class SenderCore(Moving):
         """All invariants by a full scan, for tests and simulation."""
         self.staging.audit()
         held = [s for t in self._transfers.values() for p in t.pieces.values() for s in p.staging_slots]
-        held += [slot for _, slots in self._lingering.values() for slot in slots]
+        held += [slot for slots in self._lingering.values() for slot in slots]
         assert len(held) == len(set(held)), "a staging slot has two holders"
         assert len(held) + self.staging.free_count == self.staging.total_slots, "staging slots without a holder"
 

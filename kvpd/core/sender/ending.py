@@ -48,9 +48,9 @@ class Ending(SenderBase):
         """The puts have ended: say so to the receiver, if it can know of the transfer at all."""
         peer = transfer.peer
         transfer.puts_drained = True
+        self._let_linger(transfer)
         for piece in list(transfer.pieces.values()):
-            if piece.state is not PieceState.FILLING or transfer.engine_let_go:
-                self._drop_piece(transfer, piece)
+            self._drop_piece(transfer, piece)
         if transfer.open_sent and peer.state is not PeerState.LOST:
             assert transfer.error is not None
             notif = self._cancel_notif(peer, transfer.number, transfer.error.code, drained=drained)
@@ -70,9 +70,16 @@ class Ending(SenderBase):
             return
         transfer.move(SenderCause.SETTLED)
         self._forget(transfer)
-        filling = [slot for piece in transfer.pieces.values() for slot in piece.staging_slots]
+
+    def _let_linger(self, transfer: Transfer) -> None:
+        """The slots that the engine may still be filling are no transfer's any more, and nobody else's yet."""
+        filling = [piece for piece in transfer.pieces.values() if piece.state is PieceState.FILLING]
         if filling:
-            self._lingering[transfer.number] = (transfer.peer.receiver, filling)
+            slots = [slot for piece in filling for slot in piece.staging_slots]
+            self._lingering[transfer.number] = slots
+            self.staging.linger(transfer.peer.receiver, slots)
+        for piece in filling:
+            del transfer.pieces[piece.number]
 
     def _forget(self, transfer: Transfer) -> None:
         del self._transfers[transfer.number]
@@ -85,12 +92,10 @@ class Ending(SenderBase):
 
     def _engine_let_go(self, number: int) -> None:
         """The engine writes into none of the transfer's slots any more."""
-        receiver, slots = self._lingering.pop(number, ("", []))
-        self.staging.give_back(receiver, slots)
+        self.staging.recover(self._lingering.pop(number, []))
         transfer = self._transfers.get(number)
         if transfer is None:
             return
-        transfer.engine_let_go = True
         self._cancel(transfer, transfer_error(ErrorCode.CANCELLED, "the engine left the transfer"))
         for piece in list(transfer.pieces.values()):
             if piece.state is PieceState.FILLING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancelled, TimePassed
-from kvpd.core.messages import Message, PeerMessage, ProxyNotif, Region
+from kvpd.core.messages import Message, PeerMessage, ProxyNotif, Region, Verify
 from kvpd.errors import ErrorCode, TransferError
 
 
@@ -103,6 +103,7 @@ class PutsCompleted:
     transfer_no: int
     piece: int
     seconds: float = 0.0
+    checksums: tuple[int, ...] = ()  # one per put, where they were asked for
 
 
 @attrs.frozen
@@ -233,12 +234,16 @@ class DeferStage:
 
 @attrs.frozen
 class PostPuts:
-    """Put a filled piece through this endpoint and no other; answer PutsCompleted or PutsFailed."""
+    """Put a filled piece through this endpoint and no other; answer PutsCompleted or PutsFailed.
+
+    `verify` names the checksum to compute of each put's bytes, for PutsCompleted.
+    """
 
     transfer_no: int
     piece: int
     endpoint: int
     puts: tuple[StagedSlot, ...]
+    verify: Verify = "off"
 
 
 @attrs.frozen

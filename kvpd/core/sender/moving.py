@@ -279,7 +279,9 @@ class Moving(Peers):
             return
         if piece.puts:
             piece.state = PieceState.WRITING
-            self._actions.append(ev.PostPuts(number, piece_no, transfer.peer.endpoint, piece.puts))
+            self._actions.append(
+                ev.PostPuts(number, piece_no, transfer.peer.endpoint, piece.puts, transfer.peer.verify)
+            )
         else:
             self._acknowledge(transfer, piece, now)
         if transfer.is_live:
@@ -306,6 +308,7 @@ class Moving(Peers):
             rank=0,
             first_chunk=piece.first_chunk,
             count=len(piece.entries),
+            checksums=event.checksums,
         )
         self._send_until_answered(transfer.peer, message, now, transfer)
 

@@ -95,9 +95,10 @@ class Peers(Ending):
         peer.total_chunks = message.total_chunks
         peer.lease_s, peer.put_deadline_s = message.lease_s, message.put_deadline_s
         peer.lease_from = hello.at
+        peer.verify = message.verify
         peer.outbox = Outbox(peer.lease_s / 3)
         self._arm_repeat(peer)
-        self._timers.set(("heartbeat", peer.receiver), now + peer.lease_s / 3)
+        self._timers.set(("heartbeat", peer.receiver), now + peer.heartbeat_s)
         self._timers.set(("fence", peer.receiver), self._fence_at(peer))
         peer.endpoint = self._next_endpoint
         self._next_endpoint += 1
@@ -114,6 +115,9 @@ class Peers(Ending):
                 f"the receiver has chunk_bytes {message.chunk_bytes} and layout {message.layout[:512]!r}, "
                 f"this sender {settings.chunk_bytes} and {settings.layout[:512]!r}"
             )
+            return ErrorCode.LAYOUT_MISMATCH, detail
+        if len(message.regions) != 1:
+            detail = f"the receiver has {len(message.regions)} regions; this sender serves one rank"
             return ErrorCode.LAYOUT_MISMATCH, detail
         if any(region.length < message.total_chunks * message.chunk_bytes for region in message.regions):
             return ErrorCode.PROTOCOL_ERROR, "the receiver's regions are smaller than its chunks"
@@ -172,7 +176,7 @@ class Peers(Ending):
         # Answers to heartbeats older than the lease prove nothing that still matters.
         peer.heartbeats = {n: at for n, at in peer.heartbeats.items() if at + peer.lease_s > now}
         peer.heartbeats[message.message_id] = now
-        self._timers.set(("heartbeat", peer.receiver), now + peer.lease_s / 3)
+        self._timers.set(("heartbeat", peer.receiver), now + peer.heartbeat_s)
         self._send(peer, message)
 
     def _repeat_due(self, peer: Peer, now: float) -> None:

@@ -6,7 +6,7 @@ import enum
 
 import attrs
 
-from kvpd.core.messages import AllocRequest, CancelNotif, Hello, WriteDone
+from kvpd.core.messages import AllocRequest, CancelNotif, Hello, Verify, WriteDone
 from kvpd.core.outbox import Outbox
 from kvpd.core.sender.events import StagedSlot
 from kvpd.core.states import SENDER_TRANSITIONS, SenderCause, SenderState, advance
@@ -39,10 +39,16 @@ class Peer:
     lease_s: float = 0.0
     put_deadline_s: float = 0.0
     endpoint: int = 0
+    verify: Verify = "off"
     # When the newest message that was acknowledged had been sent: the receiver's patience runs from there or later.
     lease_from: float = 0.0
     heartbeats: dict[int, float] = attrs.field(factory=dict)  # message_id → sent at, unanswered
     transfers: dict[int, Transfer] = attrs.field(factory=dict)  # by number, which grows: the first is the oldest
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often to say that we live: two may be lost before this sender fences itself."""
+        return (self.lease_s - self.put_deadline_s) / 3
 
 
 class PieceState(enum.Enum):
@@ -120,7 +126,6 @@ class Transfer:
     touch_id: int | None = None
     puts_drained: bool = False
     cancel_id: int | None = None  # the CancelNotif that is unanswered
-    engine_let_go: bool = False
     error: TransferError | None = None
 
     def move(self, cause: SenderCause) -> None:

@@ -29,6 +29,7 @@ class Staging:
         self.total_slots = total_slots
         self._free = list(range(total_slots - 1, -1, -1))
         self._held: dict[str, int] = {}  # by receiver, without zeros
+        self._lingering = 0  # held by nobody's transfer, and yet not to be given away
         self._waiting: dict[str, OrderedDict[AskKey, Ask]] = {}  # by receiver, without empty ones
         self._order = 0
 
@@ -45,7 +46,7 @@ class Staging:
     def _share(self, receiver: str) -> int:
         """How many slots one receiver may hold while this many are served."""
         active = len(self._held.keys() | self._waiting.keys() | {receiver})
-        return max(1, self.total_slots // active)
+        return max(1, (self.total_slots - self._lingering) // active)
 
     def take_now(self, receiver: str, want: int) -> tuple[int, ...] | None:
         """Slots for a batch, if they are free and nobody waits; None: not now."""
@@ -92,7 +93,21 @@ class Staging:
         if not slots:
             return
         self._free.extend(slots)
-        left = self._held[receiver] - len(slots)
+        self._drop_hold(receiver, len(slots))
+
+    def linger(self, receiver: str, slots: list[int]) -> None:
+        """The slots' transfer is over, but its engine may still write into them: they count for nobody's share."""
+        self._lingering += len(slots)
+        self._drop_hold(receiver, len(slots))
+
+    def recover(self, slots: list[int]) -> None:
+        """Nobody writes into these lingering slots any more."""
+        self._lingering -= len(slots)
+        assert self._lingering >= 0, "lingering slots were freed twice"
+        self._free.extend(slots)
+
+    def _drop_hold(self, receiver: str, count: int) -> None:
+        left = self._held[receiver] - count
         assert left >= 0, "staging slots were freed twice"
         if left:
             self._held[receiver] = left
@@ -101,10 +116,12 @@ class Staging:
 
     def check(self) -> None:
         """Conservation, in O(receivers)."""
-        assert len(self._free) + sum(self._held.values()) == self.total_slots, "staging slots were lost or doubled"
+        used = sum(self._held.values()) + self._lingering
+        assert len(self._free) + used == self.total_slots, "staging slots were lost or doubled"
 
     def audit(self) -> None:
         """No slot is free twice, and the next in line waits only if it must."""
         self.check()
         assert len(set(self._free)) == len(self._free)
-        assert self._held or not self._waiting, "somebody waits for staging while all of it is free"
+        is_stuck = self._waiting and not self._held and self._lingering < self.total_slots
+        assert not is_stuck, "somebody waits for staging while all of it is free"

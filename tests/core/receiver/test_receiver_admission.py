@@ -271,3 +271,36 @@ def test_a_number_of_an_earlier_session_that_still_holds_slots_is_not_opened_aga
     world.feed(ev.SessionOpened(2, ()))
     assert refusal_of(p.alloc(1, 1)).code is ErrorCode.PEER_LOST
     assert world.claim("req-1")[0] == ev.GrantClaim(1, 1, p.id(1), (ev.ClaimedSlot(keys(1)[0], 0, 64),))
+
+
+def test_a_bounded_number_of_smaller_ones_may_pass_a_head_that_does_not_fit() -> None:
+    """Room that the head cannot use yet need not lie idle; but nobody is overtaken for ever."""
+    world = ReceiverWorld(slots=8, bypass_max=2)
+    p = world.connect()
+    p.alloc(1, 5)
+    p.alloc(2, 6)  # the head: five of eight are taken
+    for number in (3, 4, 5):
+        p.alloc(number, 1)
+    assert [r.transfer for r in world.reported(ReportName.TRANSFER_ADMITTED)] == [p.id(1), p.id(3), p.id(4)]
+    p.cancel(3)  # there is room for the fifth, and yet it waits
+    assert world.core.queue_depth == 2
+    p.cancel(4)
+    p.cancel(1)
+    admitted = [r.transfer for r in world.reported(ReportName.TRANSFER_ADMITTED)]
+    assert admitted == [p.id(1), p.id(3), p.id(4), p.id(2), p.id(5)]
+
+
+def test_the_bypass_begins_anew_with_each_head() -> None:
+    """A head that left, whatever the reason, has been passed by nobody who comes now."""
+    world = ReceiverWorld(slots=4, bypass_max=1)
+    p = world.connect()
+    p.alloc(1, 2)
+    p.alloc(2, 4)
+    p.alloc(3, 1)
+    p.alloc(4, 4)
+    p.alloc(5, 1)
+    assert world.core.queue_depth == 3
+    p.cancel(4)  # not the head: nothing changes for the fifth
+    assert world.core.queue_depth == 2
+    p.cancel(2)
+    assert world.core.queue_depth == 0

@@ -303,3 +303,29 @@ def test_a_rank_that_never_comes_does_not_hold_what_the_others_have_released() -
     assert world.core.counts.ready == 2
     assert world.pass_time(60.0) != []
     assert world.core.is_clean
+
+
+def test_an_engine_that_holds_a_claim_for_too_long_is_cut_off_and_keeps_its_memory() -> None:
+    """A hung engine must be seen; but it may still read, so its slots come back only when its process is dead."""
+    world = ReceiverWorld(claim_ttl_s=30.0, lease_s=1000.0)
+    world.connect().complete(1, keys(0, 1))
+    world.claim("req-1", engine=5)
+    assert world.pass_time(29.9) == []
+    (cut,) = world.pass_time(0.1)
+    assert isinstance(cut, ev.CutEngine)
+    assert (cut.engine, "30 s" in cut.detail) == (5, True)
+    assert world.reported(ReportName.CLAIM_OVERDUE)
+    world.feed(ev.EngineClosed(5))
+    assert world.core.counts.ready == 2
+    world.feed(ev.EngineDied(5))
+    assert [type(action) for action in world.claim("req-1", engine=6)] == [ev.GrantClaim]
+
+
+def test_a_claim_released_in_time_is_never_overdue() -> None:
+    """The deadline goes with the claim."""
+    world = ReceiverWorld(claim_ttl_s=30.0, lease_s=1000.0)
+    world.connect().complete(1, keys(0))
+    world.claim("req-1")
+    world.release()
+    assert world.pass_time(100.0) == []
+    assert world.core.is_clean

@@ -303,3 +303,12 @@ def test_a_write_that_is_refused_ends_its_transfer() -> None:
     actions = p.ack(done, ErrorInfo(ErrorCode.NO_PROGRESS, "revoked"))
     assert finished(actions) == {1: ErrorCode.NO_PROGRESS}
     assert not [a for a in actions if isinstance(a, ev.NotifyProxy)]
+
+
+def test_a_receiver_of_several_ranks_is_refused() -> None:
+    """This sender writes one rank; the others would be missing for ever, and the request with them."""
+    world = SenderWorld()
+    p = world.receiver()
+    world.open(1, 1)
+    (region,) = p.welcome_message().regions
+    assert finished(p.welcome(regions=(region, region))) == {1: ErrorCode.LAYOUT_MISMATCH}

@@ -241,3 +241,18 @@ def test_with_more_receivers_than_slots_everyone_has_one() -> None:
     b.stage(second, 0, keys(2), last=True)
     world.fill(first, 0)
     assert [g.transfer_no for g in grants(world.land(first, 0))] == [second]
+
+
+def test_slots_of_a_dead_request_do_not_hold_up_a_batch_as_large_as_the_rest() -> None:
+    """An engine that hangs with one slot in its hands must not stop every request that wants all of the staging."""
+    world = SenderWorld(staging=4)
+    p = world.connect()
+    p.admit(1, 1)
+    p.stage(1, 0, keys(0), last=True)
+    world.feed(ev.CancelRequested(1))
+    world.drained(1)  # the engine has not let go of its slot
+    p.admit(2, 4)
+    granted = grants(p.stage(2, 0, keys(1, 2, 3, 4), last=True))
+    assert [len(grant.entries) for grant in granted] == [3]
+    world.let_go(1)
+    assert world.free == 1

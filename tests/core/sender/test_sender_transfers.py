@@ -329,3 +329,15 @@ def test_a_refused_admission_is_the_engines_error_as_it_was_given() -> None:
         2.5,
     )
     assert cancel == ev.CancelTransfer(1, p.put_deadline_s)
+
+
+def test_what_the_welcome_wants_summed_is_summed_and_sent_along() -> None:
+    """The receiver compares before anybody reads."""
+    world = SenderWorld()
+    p = world.connect(verify="crc32c")
+    p.admit(1, 1)
+    p.stage(1, 0, keys(0), last=True)
+    (post,) = [action for action in world.fill(1, 0) if isinstance(action, ev.PostPuts)]
+    assert post.verify == "crc32c"
+    (message,) = sent_all(world.feed(ev.PutsCompleted(1, 0, checksums=(7,))), WriteDone)
+    assert message.checksums == (7,)

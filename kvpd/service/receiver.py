@@ -14,15 +14,14 @@ import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from types import TracebackType
-from typing import Final, Protocol, Self
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final, Protocol
 
 import attrs
 import trio
 
 from kvpd.config import ReceiverConfig, validate
-from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancelled
+from kvpd.core.events import Report, RequestCancelled
 from kvpd.core.messages import HostIdentity, Region, decode, encode
 from kvpd.core.receiver import ReceiverCore, ReceiverSettings
 from kvpd.core.receiver import events as ev
@@ -34,6 +33,7 @@ from kvpd.service.checksums import checksums_of
 from kvpd.service.defaults import DataPlaneFactory, data_plane_factory
 from kvpd.service.driver import Driver
 from kvpd.service.host import open_process, own_host, wait_dead
+from kvpd.service.lifetime import Lifetime
 from kvpd.service.reports import ReceiverReports
 from kvpd.transports.base import ControlServer, ControlTransport, DataPlane, Target
 from kvpd.transports.zmq import open_zmq_control
@@ -64,7 +64,7 @@ class Chunk:
     view: memoryview
 
 
-class Receiver:
+class Receiver(Lifetime[ev.ReceiverEvent]):
     """One receiver. An async context manager: entering binds and makes it ready, leaving ends everything it runs.
 
     `control`, `data_plane`, `now` and `host` stand for parts of the outside world; by default they are ZMQ, what
@@ -89,11 +89,9 @@ class Receiver:
         validate(config)
         self.config = config
         self.metrics = metrics or ReceiverMetrics(transport=config.transport)
-        self.health = health or Health()
         slots = config.buffer_size // config.chunk_bytes
         self.core = ReceiverCore(_settings(config, slots, host or own_host()))
-        self._driver: Driver[ev.ReceiverEvent, ev.ReceiverAction] = Driver(self.core, self._perform, now=now)
-        self._driver.on_step(self._after_step)
+        super().__init__(Driver(self.core, self._perform, now=now), health or Health())
         self._reports = ReceiverReports(self.metrics)
         self._control_given = control
         self._data_plane = data_plane or data_plane_factory(config.transport, config.ucx_library, config.ucx_tls)
@@ -102,23 +100,8 @@ class Receiver:
         self._engines: dict[int, EngineSink] = {}
         self._engine_numbers = itertools.count(1)
         self._own_claims = _OwnClaims()
-        self._idle = trio.Event()
-        self._is_draining = False
-        self._running: AbstractAsyncContextManager[None] | None = None
 
     # -------------------------------------------------------------- lifetime
-
-    async def __aenter__(self) -> Self:
-        self._running = self._run()
-        await self._running.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._running is not None
-        # What the caller raises is none of our tasks' business: their nurseries would wrap it in a group.
-        await self._running.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def _run(self) -> AsyncIterator[None]:
@@ -150,31 +133,15 @@ class Receiver:
         """Where senders reach it: what is advertised, or else where it is bound."""
         return self.config.advertise_address or self._server.address.removeprefix("tcp://")
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Take no new work, let what runs finish within `timeout_s`, cancel the rest. Whether all of it finished."""
-        self.health.mark_draining()
-        self._is_draining = True
-        self.feed(DrainRequested())
-        with trio.move_on_after(timeout_s) as scope:
-            await self.wait_idle()
-        if scope.cancelled_caught:
-            self.feed(DrainExpired())
-        return not scope.cancelled_caught
-
-    async def wait_idle(self) -> None:
-        """Until nothing runs any more; only while draining."""
-        await self._idle.wait()
-
     # -------------------------------------------------------------- the core
 
-    def feed(self, event: ev.ReceiverEvent) -> None:
-        """Have the core decide about an event, and act."""
-        self._driver.feed(event)
+    @property
+    def is_idle(self) -> bool:
+        """See `Lifetime`."""
+        return self.core.is_idle
 
-    def _after_step(self) -> None:
+    def _show_levels(self) -> None:
         self._reports.levels(self.core)
-        if self._is_draining and self.core.is_idle:
-            self._idle.set()
 
     def _perform(self, action: ev.ReceiverAction) -> None:
         match action:
@@ -241,10 +208,6 @@ class Receiver:
                 return
             self._heard(peer, message)
 
-    async def _keep_time(self) -> None:
-        with self.health.task("keep_time"):
-            await self._driver.run_timer()
-
     async def _open_session(self, session_no: int, process: HostIdentity | None) -> None:
         try:
             target = await self._plane.open_target()
@@ -304,7 +267,7 @@ class Receiver:
             TransferError: it failed, was revoked, claimed before, ambiguous, or not complete within `timeout_s`.
             LocalProtocolError: the receiver does not run.
         """
-        if self._running is None or self._driver.is_stopped:
+        if not self.runs:
             raise LocalProtocolError("this receiver does not run: claim while it is entered")
         number, answers = self._own_claims.begin()
         self.feed(ev.ClaimRequested(self._own_engine, number, req_id, rank, timeout_s, sender_id))

@@ -14,14 +14,13 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from types import TracebackType
-from typing import Protocol, Self
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
 
 import trio
 
 from kvpd.config import SenderConfig, validate
-from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancelled
+from kvpd.core.events import Report, RequestCancelled
 from kvpd.core.messages import HostIdentity, ProxyAck, Region, decode, encode, encode_push
 from kvpd.core.sender import SenderCore, SenderSettings
 from kvpd.core.sender import events as ev
@@ -40,6 +39,7 @@ from kvpd.service.channels import Channel, ProxyChannels
 from kvpd.service.defaults import DataPlaneFactory, data_plane_factory
 from kvpd.service.driver import Driver
 from kvpd.service.host import own_host
+from kvpd.service.lifetime import Lifetime
 from kvpd.service.reports import SenderReports
 from kvpd.service.requests import Request
 from kvpd.service.staging import Transfer
@@ -60,7 +60,7 @@ class TransferSink(Protocol):
     def ended(self, error: TransferError | None) -> None: ...
 
 
-class Sender:
+class Sender(Lifetime[ev.SenderEvent]):
     """One sender. An async context manager: entering makes it ready, leaving ends everything it runs.
 
     `control`, `data_plane`, `now` and `host` stand for parts of the outside world; by default they are ZMQ, what
@@ -84,13 +84,10 @@ class Sender:
         validate(config)
         self.config = config
         self.metrics = metrics or SenderMetrics(transport=config.transport)
-        self.health = health or Health()
         slots = config.staging_size // config.chunk_bytes
         self.core = SenderCore(_settings(config, slots, host or own_host()))
-        self._driver: Driver[ev.SenderEvent, ev.SenderAction] = Driver(
-            self.core, self._perform, now=now, stood_still=ev.ClockJumped
-        )
-        self._driver.on_step(self._after_step)
+        driver = Driver(self.core, self._perform, now=now, stood_still=ev.ClockJumped)
+        super().__init__(driver, health or Health())
         self._reports = SenderReports(self.metrics)
         self._control_given = control
         self._data_plane = data_plane or data_plane_factory(config.transport, config.ucx_library, config.ucx_tls)
@@ -102,24 +99,9 @@ class Sender:
         self._transfer_numbers = itertools.count(1)
         self._engine_numbers = itertools.count(1)
         self._own_engine = self.new_engine()
-        self._idle = trio.Event()
-        self._is_draining = False
         self._is_acknowledged = self.core.settings.notify_is_acknowledged
-        self._running: AbstractAsyncContextManager[None] | None = None
 
     # -------------------------------------------------------------- lifetime
-
-    async def __aenter__(self) -> Self:
-        self._running = self._run()
-        await self._running.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._running is not None
-        # What the caller raises is none of our tasks' business: their nurseries would wrap it in a group.
-        await self._running.__aexit__(None, None, None)
 
     @asynccontextmanager
     async def _run(self) -> AsyncIterator[None]:
@@ -167,33 +149,17 @@ class Sender:
         settings = self.core.settings
         return f"{settings.sender_id}/{settings.incarnation:x}/{next(self._channel_numbers)}".encode()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Take no new work, let what runs finish within `timeout_s`, cancel the rest. Whether all of it finished."""
-        self.health.mark_draining()
-        self._is_draining = True
-        self.feed(DrainRequested())
-        with trio.move_on_after(timeout_s) as scope:
-            await self.wait_idle()
-        if scope.cancelled_caught:
-            self.feed(DrainExpired())
-        return not scope.cancelled_caught
-
-    async def wait_idle(self) -> None:
-        """Until nothing runs any more; only while draining."""
-        await self._idle.wait()
-
     # -------------------------------------------------------------- the core
 
-    def feed(self, event: ev.SenderEvent) -> None:
-        """Have the core decide about an event, and act."""
-        self._driver.feed(event)
+    @property
+    def is_idle(self) -> bool:
+        """See `Lifetime`."""
+        return self.core.is_idle
 
-    def _after_step(self) -> None:
+    def _show_levels(self) -> None:
         self.metrics.sessions.set(self.core.peer_count)
         in_flight = sum(endpoint.in_flight_bytes for endpoint in self._endpoints.values() if endpoint is not None)
         self.metrics.in_flight_bytes.set(in_flight)
-        if self._is_draining and self.core.is_idle:
-            self._idle.set()
 
     def _perform(self, action: ev.SenderAction) -> None:
         match action:
@@ -254,10 +220,6 @@ class Sender:
             sink.ended(error)
 
     # -------------------------------------------------------------- tasks
-
-    async def _keep_time(self) -> None:
-        with self.health.task("keep_time"):
-            await self._driver.run_timer()
 
     def _heard(self, receiver: str, frame: bytes) -> None:
         try:
@@ -332,7 +294,7 @@ class Sender:
         return number
 
     def _check_running(self) -> None:
-        if self._running is None or self._driver.is_stopped:
+        if not self.runs:
             raise LocalProtocolError("this sender does not run: open transfers while it is entered")
 
     @asynccontextmanager

@@ -80,7 +80,9 @@ class PeerMessage(Message, frozen=True):
 class Hello(PeerMessage, frozen=True):
     """Sender to receiver: here I am, in this incarnation; `receiver_incarnation` is 0, not known yet.
 
-    No transfer numbered below `oldest_live` will be spoken of in the session that this opens.
+    No transfer numbered below `oldest_live` will be spoken of in the session that this opens. `puts_ended` says that
+    every put of this process's earlier sessions with this receiver has ended, well or not: on one host, where the
+    sender's own kernel writes, that is a fence.
     """
 
     protocol_version: Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -89,6 +91,7 @@ class Hello(PeerMessage, frozen=True):
     layout: Text
     oldest_live: TransferNo
     host: HostIdentity
+    puts_ended: bool = False
 
 
 class Welcome(PeerMessage, frozen=True):

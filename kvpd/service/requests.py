@@ -71,8 +71,10 @@ class Request:
                 await self._wait_for_puts()
         finally:
             if self._put_deadline_s is not None:
-                drained = await self._drain(self._put_deadline_s)
-                self._feed(ev.PutsDrained(self.number, drained))
+                await self._drain(self._put_deadline_s)
+                ended = all(posted.batch.done for posted in self._in_flight)
+                drained = ended and not any(posted.batch.failed for posted in self._in_flight)
+                self._feed(ev.PutsDrained(self.number, drained, ended))
 
     async def _wait_for_puts(self) -> None:
         async for posted in self._next:
@@ -87,8 +89,8 @@ class Request:
             seconds = trio.current_time() - posted.posted_at
             self._feed(ev.PutsCompleted(self.number, posted.piece, seconds, checksums))
 
-    async def _drain(self, put_deadline_s: float) -> bool:
-        """Whether every put that was begun has ended well, so that nothing of this transfer can land any more."""
+    async def _drain(self, put_deadline_s: float) -> None:
+        """Wait until every put that was begun has ended; past the deadline, cut the endpoint."""
         with trio.CancelScope(shield=True):
             for posted in self._in_flight:
                 posted.batch.abandon()
@@ -99,7 +101,6 @@ class Request:
                     posted.endpoint.force_close()
                 with trio.move_on_after(_CUT_OFF_S):
                     await self._ended()
-        return all(posted.batch.done and not posted.batch.failed for posted in self._in_flight)
 
     async def _ended(self) -> None:
         for posted in self._in_flight:

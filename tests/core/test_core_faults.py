@@ -239,7 +239,7 @@ def test_fault_15_a_hung_receiver_blocks_the_sender_no_longer_than_its_deadlines
     p = world.receiver()
     if when == "connecting":
         world.open(1, 1)
-        assert finished(world.pass_time(world.settings.connect_timeout_s)) == {1: ErrorCode.PEER_LOST}
+        actions = world.pass_time(world.settings.connect_timeout_s)
     else:
         p = world.connect()
         if when == "opening":
@@ -249,11 +249,12 @@ def test_fault_15_a_hung_receiver_blocks_the_sender_no_longer_than_its_deadlines
             p.stage(1, 0, keys(1), last=True)
             world.fill(1, 0)
             world.land(1, 0)
-        assert finished(world.pass_time(p.lease_s)) == {1: ErrorCode.PEER_LOST}
-    world.drained(1)
+        actions = world.pass_time(p.lease_s)
+    assert finished(actions) == {1: ErrorCode.PEER_LOST}
+    later = world.drained(1)
     world.let_go(1)
     assert world.core.is_clean
-    assert sent_all(world.open(2, 1), Hello) != []
+    assert sent_all(later + world.open(2, 1), Hello) != []
 
 
 def test_fault_15_a_restarted_receiver_is_noticed_at_once() -> None:
@@ -302,6 +303,8 @@ def test_fault_18_after_a_restart_nothing_of_the_old_incarnation_is_used() -> No
     assert finished(actions) == {1: ErrorCode.PEER_LOST, 2: ErrorCode.PEER_LOST}
     assert world.fill(1, 0) == []  # filled after the loss: it is not put anywhere
     world.open(3, 1)
+    world.drained(1)
+    world.drained(2)
     p.come_up()
     p.admit(4, 1)
     p.stage(4, 0, keys(2), last=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 
 import pytest
 import trio
@@ -135,25 +137,59 @@ async def test_puts_that_have_not_begun_never_do(world: World) -> None:
 
 
 @in_virtual_time
-async def test_slots_of_a_sender_on_this_host_wait_for_its_death(memory_world: World) -> None:
+async def test_slots_of_a_silent_sender_on_this_host_wait_for_its_death(memory_world: World) -> None:
     """On one host the sender's own kernel writes: only the end of its process proves that nothing lands."""
     world = memory_world
-    with subprocess.Popen(["sleep", "1000"]) as process:  # noqa: ASYNC220  it starts in no time
+    with living_process() as process:
         here = own_host()
         host = HostIdentity(here.boot_id, here.pid_namespace, process.pid, _start_time(process.pid) or 0)
-        async with world.receiver(slots=ALL_SLOTS) as receiver, world.sender(host=host) as sender:
-            world.fabric.stall()
+        async with world.receiver(slots=ALL_SLOTS) as receiver:
             with refused(ErrorCode.CANCELLED):
-                async with sender.open("victim", receiver=receiver.address, total_chunks=3) as moving:
-                    await stage(moving, Request("victim", 3), range(3))
-                    moving.cancel()
-                    await moving.wait_ended()
+                async with AsyncExitStack() as stack:
+                    sender = await stack.enter_async_context(world.sender(host=host))
+                    world.fabric.stall()
+                    opened = sender.open("victim", receiver=receiver.address, total_chunks=3)
+                    await stage(await stack.enter_async_context(opened), Request("victim", 3), range(3))
+                    leave()  # with the puts in flight
             await world.until(receiver, lambda: receiver.core.counts.quarantined == 3)
             await trio.sleep(600)
             assert receiver.core.counts.quarantined == 3, "time alone frees nothing"
             process.kill()
             process.wait()
-            await world.until_clean(sender, receiver)
+            await world.until_clean(receiver)
+
+
+@in_virtual_time
+async def test_slots_of_a_sender_on_this_host_come_back_by_its_own_word(memory_world: World) -> None:
+    """A sender that lives and was cut off says Hello anew, when its puts have ended: nobody else can know that."""
+    world = memory_world
+    async with world.receiver(slots=ALL_SLOTS) as receiver, world.sender(host=own_host()) as sender:
+        world.fabric.stall()
+        with refused(ErrorCode.CANCELLED):
+            async with sender.open("victim", receiver=receiver.address, total_chunks=3) as moving:
+                await stage(moving, Request("victim", 3), range(3))
+                moving.cancel()
+                await moving.wait_ended()
+        await world.until(receiver, lambda: receiver.core.counts.quarantined == 3)
+        await world.until_clean(sender, receiver)
+        world.fabric.resume()
+        await send(sender, receiver.address, Request("next", 3))
+        await take(receiver, Request("next", 3))
+
+
+def leave() -> None:
+    """Give up, as an engine does that is told to."""
+    raise TransferCancelled(ErrorCode.CANCELLED)
+
+
+@contextmanager
+def living_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for the sender's, and is gone afterwards."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("how", ["sender", "receiver"])

@@ -36,6 +36,9 @@ class Peers(Rollback):
         if refusal is not None:
             self._refuse(peer, hello, refusal)
             return
+        if hello.puts_ended:
+            for old in self._sessions.closing_before(hello):
+                self._fence_progressed(old.number, now, puts_ended=True)
         session = self._sessions.start(peer, hello, Outbox(self.settings.repeat_s), now=now)
         self._timers.set(("lease", session.number), now + self.settings.lease_s)
         self._actions.append(ev.OpenSession(session.number, hello.host if session.same_host else None))
@@ -91,13 +94,20 @@ class Peers(Rollback):
             self._end_session(session, ErrorInfo(ErrorCode.PROTOCOL_ERROR, detail[:1024]), now)
 
     def _fence_progressed(
-        self, session_no: int, now: float, *, worker_destroyed: bool = False, process_dead: bool = False
+        self,
+        session_no: int,
+        now: float,
+        *,
+        worker_destroyed: bool = False,
+        process_dead: bool = False,
+        puts_ended: bool = False,
     ) -> None:
         session = self._sessions.numbered(session_no)
         if session is None:
             return
         session.worker_destroyed |= worker_destroyed
         session.process_dead |= process_dead
+        session.puts_ended |= puts_ended
         if session.state is not SessionState.CLOSING:
             # A dead process sends no more: there is no need to wait for its lease.
             if process_dead:

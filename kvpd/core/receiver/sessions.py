@@ -44,6 +44,7 @@ class Session:
     revoking: dict[int, int] = attrs.field(factory=dict)  # transfer_no → message_id of the RevokeNotif
     worker_destroyed: bool = False
     process_dead: bool = False
+    puts_ended: bool = False  # by its process's own word, in a later Hello
 
     @property
     def sender_id(self) -> str:
@@ -58,7 +59,7 @@ class Session:
     @property
     def is_fenced(self) -> bool:
         """Whether no write through this session can land any more."""
-        return self.worker_destroyed and (self.process_dead or not self.same_host)
+        return self.worker_destroyed and (self.process_dead or self.puts_ended or not self.same_host)
 
     def is_newer_than(self, hello: Hello) -> bool:
         """Whether the same start of the sender said another Hello before the one that opened this session."""
@@ -126,6 +127,13 @@ class SessionBook:
     def numbered(self, number: int) -> Session | None:
         """The session of this number, open or closing."""
         return self._by_number.get(number)
+
+    def closing_before(self, hello: Hello) -> list[Session]:
+        """The closing sessions that the same start of this sender opened before it said this Hello."""
+        same = (
+            s for s in self._by_number.values() if s.state is SessionState.CLOSING and s.sender_id == hello.sender_id
+        )
+        return [s for s in same if s.incarnation == hello.sender_incarnation and not s.is_newer_than(hello)]
 
     def of_peer(self, peer: bytes) -> Session | None:
         """The session that this channel identity is bound to."""

@@ -14,7 +14,7 @@ from kvpd.core.sender.staging import Staging
 from kvpd.core.timers import Timers
 
 Deadline = (
-    tuple[Literal["connect", "repeat", "heartbeat", "fence"], str]
+    tuple[Literal["connect", "reconnect", "repeat", "heartbeat", "fence"], str]
     | tuple[Literal["request"], int]
     | tuple[Literal["notify"], None]
 )
@@ -30,6 +30,11 @@ class SenderBase:
         self._transfers: dict[int, Transfer] = {}
         # Slots that the engine of an ended transfer may still be filling: by transfer, until it lets go.
         self._lingering: dict[int, list[int]] = {}
+        # Transfers of lost sessions whose puts have not ended, by receiver: until then no new session is opened.
+        self._undrained: dict[str, int] = {}
+        self._never_ended: set[str] = set()  # receivers to which a put may be in flight for ever
+        self._lost: list[Peer] = []  # in this step
+        self._reconnect_until: dict[str, float] = {}
         self._notifier = Notifier(settings)
         self._timers: Timers[Deadline] = Timers()
         self._actions: list[ev.SenderAction] = []
@@ -72,6 +77,7 @@ class SenderBase:
             layout=settings.layout,
             oldest_live=self._oldest_live(peer),
             host=settings.host,
+            puts_ended=peer.receiver not in self._never_ended,
         )
 
     def _oldest_live(self, peer: Peer) -> int:

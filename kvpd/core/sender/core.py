@@ -41,8 +41,8 @@ class SenderCore(Moving):
                 self._puts_completed(event, now)
             case ev.PutsFailed():
                 self._puts_failed(event)
-            case ev.PutsDrained(number, drained):
-                self._puts_drained(number, now, drained=drained)
+            case ev.PutsDrained():
+                self._puts_drained(event, now)
             case ev.ProxyAcknowledged():
                 self._proxy_acknowledged(event, now)
             case ev.ClockJumped(gap_s):
@@ -55,6 +55,7 @@ class SenderCore(Moving):
                 self._cancel_all(transfer_error(ErrorCode.DRAINING, "this sender is shutting down"))
             case _:
                 assert_never(event)
+        self._plan_reconnects(now)
         self._grant_waiting(now)
         self.staging.check()
         actions, self._actions = self._actions, []
@@ -165,6 +166,8 @@ class SenderCore(Moving):
                     self._notify_due(now)
                 case ("connect", receiver):
                     self._connect_due(self._peers[receiver])
+                case ("reconnect", receiver):
+                    self._reconnect_due(receiver, now)
                 case ("repeat", receiver):
                     self._repeat_due(self._peers[receiver], now)
                 case ("heartbeat", receiver):

@@ -74,8 +74,8 @@ class Ending(SenderBase):
     def _let_linger(self, transfer: Transfer) -> None:
         """The slots that the engine may still be filling are no transfer's any more, and nobody else's yet."""
         filling = [piece for piece in transfer.pieces.values() if piece.state is PieceState.FILLING]
-        if filling:
-            slots = [slot for piece in filling for slot in piece.staging_slots]
+        slots = [slot for piece in filling for slot in piece.staging_slots]
+        if slots:  # a piece whose chunks the receiver has already holds none
             self._lingering[transfer.number] = slots
             self.staging.linger(transfer.peer.receiver, slots)
         for piece in filling:

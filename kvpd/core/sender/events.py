@@ -117,10 +117,14 @@ class PutsFailed:
 
 @attrs.frozen
 class PutsDrained:
-    """None of the transfer's puts is in flight here. `drained` is False once any failed or was cut off."""
+    """The transfer's puts are over. `drained`: all ended well; `ended`: all ended, well or not: none is still writing.
+
+    Both False: the transport did not end them even when it was cut off.
+    """
 
     transfer_no: int
     drained: bool
+    ended: bool = True
 
 
 @attrs.frozen

@@ -69,6 +69,7 @@ class Moving(Peers):
 
     def _endpoint_opened(self, peer: Peer, now: float) -> None:
         peer.state = PeerState.UP
+        self._reconnect_until.pop(peer.receiver, None)
         self._report(ReportName.SESSION_OPENED, peer.receiver, receiver=peer.receiver_id, chunks=peer.total_chunks)
         for transfer in peer.transfers.values():
             if transfer.is_live:
@@ -81,7 +82,7 @@ class Moving(Peers):
         for batch in transfer.batches.values():
             self._send_alloc(transfer, batch, now)
 
-    def _send_alloc(self, transfer: Transfer, batch: Batch | None, now: float, *, is_open: bool = True) -> int:
+    def _send_alloc(self, transfer: Transfer, batch: Batch | None, now: float) -> int:
         peer = transfer.peer
         end = batch.first_chunk + len(batch.keys) if batch is not None else 0
         message = AllocRequest(
@@ -90,7 +91,8 @@ class Moving(Peers):
             self._message_id(),
             transfer_no=transfer.number,
             req_id=transfer.req_id,
-            open=batch is None and is_open,
+            # Until it is admitted each of its requests may be the first to arrive: those before it may be lost.
+            open=transfer.state is SenderState.OPENING,
             keys=batch.keys if batch is not None else (),
             is_last_batch=end == transfer.total_chunks,
             total_chunks=transfer.total_chunks,
@@ -103,7 +105,7 @@ class Moving(Peers):
     def _touch(self, transfer: Transfer, now: float) -> None:
         """A batch without keys is progress at the receiver. One at a time is enough."""
         if transfer.state is SenderState.TRANSFERRING and transfer.touch_id is None:
-            transfer.touch_id = self._send_alloc(transfer, None, now, is_open=False)
+            transfer.touch_id = self._send_alloc(transfer, None, now)
 
     # -------------------------------------------------------------- batches
 

@@ -27,13 +27,35 @@ class Peers(Ending):
         return peer
 
     def _say_hello(self, peer: Peer, now: float) -> None:
-        self._send_until_answered(peer, self._hello(peer), now)
+        """Not before every put of an earlier session has ended: the Hello says so, and the receiver relies on it."""
+        if peer.receiver not in self._undrained:
+            self._send_until_answered(peer, self._hello(peer), now)
+
+    def _plan_reconnects(self, now: float) -> None:
+        """A session that was up is opened anew, also when nobody asks: its end may have left slots without a fence."""
+        lost, self._lost = self._lost, []
+        for peer in lost:
+            if peer.endpoint:
+                self._reconnect_until[peer.receiver] = now + self.settings.reconnect_give_up_s
+            if self._draining or now >= self._reconnect_until.get(peer.receiver, now):
+                self._reconnect_until.pop(peer.receiver, None)
+            else:
+                self._timers.set(("reconnect", peer.receiver), now + self.settings.reconnect_s)
+
+    def _reconnect_due(self, receiver: str, now: float) -> None:
+        if receiver in self._peers or self._draining:
+            return
+        if len(self._peers) < self.settings.peers_max:
+            self._say_hello(self._connect(receiver, now), now)
+        elif now < self._reconnect_until.get(receiver, now):  # there is no room for it now
+            self._timers.set(("reconnect", receiver), now + self.settings.reconnect_s)
+        else:
+            self._reconnect_until.pop(receiver, None)
 
     def _lose_peer(self, peer: Peer, code: ErrorCode, detail: str, retry_after_s: float | None = None) -> None:
         """Forget a receiver: cut its endpoint, end its transfers. What is at the receiver ends there by its lease."""
         if peer.state is PeerState.LOST:
             return
-        had_endpoint = peer.endpoint != 0
         was_up = peer.state is PeerState.UP
         peer.state = PeerState.LOST
         del self._peers[peer.receiver]
@@ -41,27 +63,44 @@ class Peers(Ending):
         self._timers.clear(("repeat", peer.receiver))
         self._timers.clear(("heartbeat", peer.receiver))
         self._timers.clear(("fence", peer.receiver))
-        if had_endpoint:
+        if peer.endpoint:
             self._actions.append(ev.CloseEndpoint(peer.receiver, peer.endpoint))
         for transfer in list(peer.transfers.values()):
             self._cancel(transfer, transfer_error(code, detail, retry_after_s))
             transfer.cancel_id = None  # nobody is there to answer
             if transfer.puts_drained:
                 self._settle(transfer)
+            else:
+                self._undrained[peer.receiver] = self._undrained.get(peer.receiver, 0) + 1
         self._actions.append(ev.DisconnectPeer(peer.receiver))
+        self._lost.append(peer)
         if was_up:
             self._report(ReportName.SESSION_ENDED, peer.receiver, code=code, detail=detail)
 
-    def _puts_drained(self, number: int, now: float, *, drained: bool) -> None:
-        transfer = self._transfers.get(number)
+    def _puts_drained(self, event: ev.PutsDrained, now: float) -> None:
+        transfer, drained = self._transfers.get(event.transfer_no), event.drained
         if transfer is None or transfer.is_live or transfer.puts_drained:
             return
         peer = transfer.peer
+        if not event.ended:
+            self._never_ended.add(peer.receiver)
+        if peer.state is PeerState.LOST:
+            self._drained_after_loss(peer.receiver, now)
         self._tell_receiver(transfer, now, drained=drained)
         if not drained:
             # The endpoint was cut off, so the session is of no use; its end at the receiver is what fences its slots.
             detail = f"puts did not drain within {peer.put_deadline_s:g} s: the endpoint was cut off"
             self._lose_peer(peer, ErrorCode.TRANSPORT_FAILED, detail)
+
+    def _drained_after_loss(self, receiver: str, now: float) -> None:
+        """When the last put of a lost session has ended, the next session may be opened."""
+        self._undrained[receiver] -= 1
+        if self._undrained[receiver]:
+            return
+        del self._undrained[receiver]
+        successor = self._peers.get(receiver)
+        if successor is not None:
+            self._say_hello(successor, now)
 
     # -------------------------------------------------------------- messages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core_parts import OWN_HOST, keys
-from receiver_world import ReceiverWorld, refusal_of, revoked_in
+from receiver_world import ReceiverWorld, SenderPeer, refusal_of, revoked_in
 
 from kvpd.core.events import ReportName, RequestCancelled, TimePassed
 from kvpd.core.messages import HostIdentity
@@ -207,3 +207,44 @@ def test_each_of_several_revokes_is_repeated_until_its_own_answer() -> None:
     (second,) = revoked_in(world.feed(RequestCancelled("req-2")))
     p.cancel(1)
     assert world.pass_time(3.0) == [p.told(second)]
+
+
+def cut_off_on_this_host() -> tuple[ReceiverWorld, SenderPeer]:
+    """A sender on this host whose session has ended with a slot that it may still be writing."""
+    world = ReceiverWorld(slots=2)
+    p = world.connect(host=OWN_HOST)
+    p.alloc(1, 1, keys(0), last=True)
+    p.cancel(1, drained=False)
+    world.feed(ev.SessionClosed(p.session_no))
+    assert world.core.counts.quarantined == 1
+    return world, p
+
+
+def test_a_sender_on_this_host_that_opens_a_new_session_has_ended_its_puts() -> None:
+    """Its own kernel did the writing; a sender that was stopped, or cut off, must not keep slots until it is dead."""
+    world, p = cut_off_on_this_host()
+    p.hello(puts_ended=True)
+    assert world.core.counts.quarantined == 0
+
+
+def test_a_sender_that_cannot_say_that_its_puts_have_ended_keeps_its_slots() -> None:
+    """No word is no fence."""
+    world, p = cut_off_on_this_host()
+    p.hello(puts_ended=False)
+    assert world.core.counts.quarantined == 1
+
+
+def test_a_hello_from_before_the_session_says_nothing_of_its_puts() -> None:
+    """It was under way for long; the puts began after it was said."""
+    world, p = cut_off_on_this_host()
+    p.last_id = -1
+    p.hello(puts_ended=True)
+    assert world.core.counts.quarantined == 1
+
+
+def test_one_senders_word_frees_no_slots_of_another() -> None:
+    """Nor those of another start of the same sender: only its process's death speaks for that."""
+    world, p = cut_off_on_this_host()
+    world.stranger("prefill-1", host=OWN_HOST).hello(puts_ended=True)
+    world.stranger("prefill-0", incarnation=p.incarnation + 1, host=OWN_HOST).hello(puts_ended=True)
+    assert world.core.counts.quarantined == 1

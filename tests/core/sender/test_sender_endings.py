@@ -158,6 +158,19 @@ def test_slots_that_the_engine_may_still_fill_linger_until_it_lets_go() -> None:
     assert not world.core.is_filling(1)
 
 
+def test_a_piece_that_needs_no_slots_leaves_none_to_linger() -> None:
+    """The receiver has its chunk already: its transfer ends holding no staging, and its sender must not stumble."""
+    world = SenderWorld(staging=2)
+    p = world.connect()
+    p.admit(1, 1)
+    p.stage(1, 0, keys(1), [-1], last=True)
+    world.feed(ev.CancelRequested(1))
+    p.ack(sent(world.drained(1), CancelNotif))
+    assert world.free == 2
+    assert not world.core.is_filling(1)
+    assert world.core.is_clean
+
+
 def test_an_engine_that_fills_a_cancelled_piece_has_let_go_of_that_piece() -> None:
     """While the transfer still ends, its slots are free as soon as nobody writes them."""
     world = SenderWorld(staging=2)
@@ -322,7 +335,7 @@ def test_a_hung_receiver_costs_a_request_no_more_than_the_lease() -> None:
     p = world.connect()
     world.open(1, 1)
     assert finished(world.pass_time(p.lease_s)) == {1: ErrorCode.PEER_LOST}
-    assert sent_all(world.open(2, 1), Hello) != []
+    assert sent_all(world.drained(1), Hello) != []
 
 
 def test_a_revoked_reason_is_a_failure_with_the_receivers_words() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from core_parts import keys
-from sender_world import SenderWorld, finished, sent, sent_all
+from sender_world import ReceiverPeer, SenderWorld, finished, sent, sent_all
 
-from kvpd.core.messages import AllocRequest, CancelNotif, Heartbeat
+from kvpd.core.events import DrainRequested
+from kvpd.core.messages import AllocRequest, CancelNotif, Heartbeat, Hello
 from kvpd.core.sender import events as ev
 from kvpd.errors import ErrorCode
 
@@ -104,3 +105,82 @@ def test_one_lost_heartbeat_does_not_end_a_quiet_session() -> None:
     world.pass_time(5.0)
     assert lost.message_id < heard.message_id
     assert world.core.peer_of("decode-0") is not None
+
+
+def lost_with_a_put_in_flight() -> tuple[SenderWorld, ReceiverPeer]:
+    """A session that ended while transfer 1 was being put."""
+    world = SenderWorld()
+    p = world.connect()
+    p.admit(1, 1)
+    p.stage(1, 0, keys(1), last=True)
+    world.fill(1, 0)
+    assert ErrorCode.PEER_LOST in finished(world.pass_time(7.0)).values()
+    return world, p
+
+
+def test_a_new_session_waits_until_the_puts_of_the_lost_one_have_ended() -> None:
+    """Its Hello is a fence on one host: the receiver gives away slots that this process may have been writing."""
+    world, _ = lost_with_a_put_in_flight()
+    assert sent_all(world.pass_time(1.0), Hello) == []
+    assert sent_all(world.open(2, 1), Hello) == []
+    hello = sent(world.drained(1, drained=False), Hello)
+    assert hello.puts_ended
+
+
+def test_a_put_that_never_ends_is_never_said_to_have_ended() -> None:
+    """The transport did not end it even when it was cut off: nothing proves that it cannot still write."""
+    world, _ = lost_with_a_put_in_flight()
+    world.feed(ev.PutsDrained(1, drained=False, ended=False))
+    assert not sent(world.pass_time(1.0), Hello).puts_ended
+
+
+def test_the_next_session_waits_for_every_transfer_of_the_lost_one() -> None:
+    """One put that still writes is enough to corrupt."""
+    world = SenderWorld()
+    p = world.connect()
+    p.admit(1, 1)
+    p.admit(2, 1)
+    world.pass_time(7.0)
+    assert sent_all(world.pass_time(1.0) + world.drained(1), Hello) == []
+    assert sent_all(world.drained(2), Hello) != []
+
+
+def test_puts_that_end_before_anybody_wants_a_session_hold_up_nothing() -> None:
+    """The Hello goes out when it is due."""
+    world, _ = lost_with_a_put_in_flight()
+    assert sent_all(world.drained(1), Hello) == []
+    assert sent_all(world.pass_time(1.0), Hello) != []
+
+
+def test_a_lost_session_is_opened_anew_though_nobody_asks_and_given_up_in_the_end() -> None:
+    """Slots that only this sender's word can free must not wait for its next request; but a dead receiver is let be."""
+    world = SenderWorld(reconnect_give_up_s=20.0)
+    world.connect()
+    actions = world.pass_time(7.0 + 20.0 + 6.0)
+    assert len({hello.message_id for hello in sent_all(actions, Hello)}) == 4
+    assert world.core.peer_count == 0
+    assert world.core.next_deadline() is None
+
+
+def test_a_session_that_was_wanted_sooner_is_not_opened_twice() -> None:
+    """The next request may come before the reconnect does."""
+    world = SenderWorld()
+    p = world.connect()
+    world.pass_time(7.0)
+    first = sent(world.open(1, 1), Hello)
+    assert {hello.message_id for hello in sent_all(world.pass_time(1.5), Hello)} <= {first.message_id}
+    p.come_up()
+    assert world.core.peer_of("decode-0") is not None
+
+
+def test_a_sender_that_shuts_down_opens_nothing_anew() -> None:
+    """Nobody would use it."""
+    world = SenderWorld()
+    world.connect()
+    world.pass_time(7.0)
+    world.feed(DrainRequested())
+    assert sent_all(world.pass_time(100.0), Hello) == []
+    other = SenderWorld()
+    other.connect()
+    other.feed(DrainRequested())
+    assert sent_all(other.pass_time(100.0), Hello) == []

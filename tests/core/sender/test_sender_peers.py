@@ -42,6 +42,7 @@ def test_hello_says_all_that_the_receiver_judges() -> None:
         layout="",
         oldest_live=5,
         host=HostIdentity(),
+        puts_ended=True,
     )
     assert hello == expected
 

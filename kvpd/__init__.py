@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
         case "client":
             value = importlib.import_module("kvpd.client")
         case "__version__":
-            value = importlib.import_module("importlib.metadata").version("kvpd")
+            value = importlib.import_module("kvpd.version").VERSION
         case _:
             raise AttributeError(f"module 'kvpd' has no attribute {name!r}")
     globals()[name] = value

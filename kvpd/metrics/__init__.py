@@ -8,6 +8,6 @@ from __future__ import annotations
 from kvpd.metrics.health import Health
 from kvpd.metrics.proxy import ProxyMetrics
 from kvpd.metrics.recorders import Metrics, ReceiverMetrics, SenderMetrics
-from kvpd.metrics.server import MetricsServer
+from kvpd.metrics.server import MetricsServer, exposition
 
-__all__ = ["Health", "Metrics", "MetricsServer", "ProxyMetrics", "ReceiverMetrics", "SenderMetrics"]
+__all__ = ["Health", "Metrics", "MetricsServer", "ProxyMetrics", "ReceiverMetrics", "SenderMetrics", "exposition"]

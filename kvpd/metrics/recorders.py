@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-import kvpd
 from kvpd.errors import ErrorCode
 from kvpd.log import lines_dropped
+from kvpd.version import VERSION
 
 SLOT_STATES: Final = ("free", "reserved", "writing", "ready", "quarantined")
 LABEL_VALUES_MAX: Final = 32
@@ -109,7 +109,7 @@ class Metrics:
         self._refused = Counter("kvpd_samples_dropped", "Samples that were no usable number.", registry=self.registry)
         self._own.append(self._refused)
         build = Gauge("kvpd_build_info", "What runs here.", ["version", "role", "transport"], registry=self.registry)
-        build.labels(version or kvpd.__version__, role, transport).set(1)
+        build.labels(version or VERSION, role, transport).set(1)
         self._messages_dropped = self._tallies(
             "kvpd_messages_dropped", "Messages that were not acted on.", "reason", ("malformed",)
         )

@@ -80,6 +80,12 @@ class MetricsServer:
         self.close()
 
 
+def exposition(metrics: Metrics, accept: str) -> tuple[bytes, str]:
+    """All values as /metrics gives them to a client that accepts these types, and the type chosen."""
+    encode, content_type = choose_encoder(accept)
+    return encode(_Values(metrics.registry)), content_type
+
+
 class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """Accepts, and hands each connection to a thread, of which there are at most CONNECTIONS_MAX."""
 
@@ -172,8 +178,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Nothing: probes come every few seconds."""
 
     def _metrics(self, _query: str) -> None:
-        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-        self._answer(HTTPStatus.OK, encode(_Values(self.server.metrics.registry)), content_type)
+        text, content_type = exposition(self.server.metrics, self.headers.get("Accept", ""))
+        self._answer(HTTPStatus.OK, text, content_type)
 
     def _livez(self, _query: str) -> None:
         alive = self.server.health.loop_answers()

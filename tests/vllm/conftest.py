@@ -1,0 +1,174 @@
+"""Engines, daemons between them, and what a single engine answers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import pytest
+import tiny_llama
+from e2e.daemons import Daemon, Fleet
+from engines import CHUNK_BYTES, CHUNK_TOKENS, Answer, Engine, together
+
+PROJECT: Final = Path(__file__).parents[2]
+# Daemons run from the other environment: this one has only what the connector imports of kvpd.
+IN_MAIN_ENVIRONMENT: Final = ("sh", "-c", f'shift; exec "{PROJECT}/.venv/bin/python" "$@"', "sh")
+LENGTHS: Final = (1, 2, 17, 127, 128, 129, 255, 256, 257, 512, 600, 900)
+
+
+def random_prompt(tokens: int, seed: int) -> list[int]:
+    """Tokens that are none of the special ones."""
+    source = random.Random(seed)
+    return [source.randrange(2, tiny_llama.VOCABULARY) for _ in range(tokens)]
+
+
+PROMPTS: Final = [random_prompt(length, length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model."""
+    return tiny_llama.make(tmp_path_factory.mktemp("model") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def hosts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+    """Two processes that import vLLM once; each test starts its own engines in them."""
+    folder = tmp_path_factory.mktemp("engines")
+    with Engine("prefill", folder, model) as prefill, Engine("decode", folder, model) as decode:
+        yield prefill, decode
+
+
+class Single:
+    """What one engine by itself answers: asked once for each prompt, however many tests use it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def learn(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> None:
+        """Ask now. The engine that is used for it must not be in use."""
+        unknown = [prompt for prompt in prompts if (tuple(prompt), max_tokens) not in self._known]
+        if unknown:
+            self._engine.start()
+            for prompt, answer in zip(unknown, self._engine.generate(unknown, None, max_tokens), strict=True):
+                self._known[tuple(prompt), max_tokens] = answer.tokens
+
+    def tokens(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[list[int]]:
+        """What was learned."""
+        return [self._known[tuple(prompt), max_tokens] for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def single(hosts: tuple[Engine, Engine]) -> Single:
+    """See `Single`; it knows PROMPTS."""
+    single = Single(hosts[0])
+    single.learn(PROMPTS)
+    return single
+
+
+@attrs.define
+class Stack:
+    """Two engines and the daemons between them."""
+
+    prefill: Engine
+    decode: Engine
+    sender: Daemon
+    receiver: Daemon
+    serial: int = 0
+    prefill_settings: dict[str, Any] = attrs.Factory(dict)
+
+    def outgoing(self, count: int) -> list[dict[str, Any]]:
+        """Parameters for prefill requests, each with a transfer id of its own."""
+        self.serial += 1
+        return [
+            {"do_remote_decode": True, "transfer_id": f"t{self.serial}-{number}", "receiver": self.receiver.address}
+            for number in range(count)
+        ]
+
+    def compute(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        """Prefill them; the parameters for the decode engine."""
+        params = self.outgoing(len(prompts))
+        answers = self.prefill.generate(prompts, params, 1)
+        return [answer.params or {} for answer in answers]
+
+    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[Answer]:
+        """Prefill, then decode: what a proxy does, for all prompts at once."""
+        return self.decode.generate(prompts, self.compute(prompts), max_tokens)
+
+    def check_clean(self) -> None:
+        """When no request is alive, no block and no slot is taken anywhere."""
+        assert self.prefill.drain() == 0
+        assert self.decode.drain() == 0
+        self.receiver.wait_quiet()
+        assert set(self.receiver.slots()) == {"free"}
+        assert set(self.sender.slots()) <= {"free"}, self.sender.slots()
+
+
+StackMaker = Callable[..., Stack]
+
+
+@pytest.fixture
+def make_stack(hosts: tuple[Engine, Engine], single: Single, tmp_path: Path) -> Iterator[StackMaker]:
+    """Makes a test's stack: settings of the daemons, options of the engines, the failure policy, the connector's own.
+
+    `single` is asked for first, because it borrows one of the engines.
+    """
+    prefill, decode = hosts
+    daemons: list[Daemon] = []
+    with Fleet(tmp_path) as fleet:
+
+        def make(
+            *,
+            prefill_options: Mapping[str, Any] | None = None,
+            decode_options: Mapping[str, Any] | None = None,
+            prefill_extra: Mapping[str, Any] | None = None,
+            decode_extra: Mapping[str, Any] | None = None,
+            receiver_slots: int = 64,
+            receiver_settings: Mapping[str, Any] | None = None,
+            sender_slots: int = 16,
+            policy: str = "fail",
+        ) -> Stack:
+            receiver = fleet.start(
+                "receiver",
+                "r",
+                {
+                    "chunk_bytes": CHUNK_BYTES,
+                    "buffer_size": receiver_slots * CHUNK_BYTES,
+                    "control_address": "127.0.0.1:0",
+                    **(receiver_settings or {}),
+                },
+                prefix=IN_MAIN_ENVIRONMENT,
+            )
+            settings = {"chunk_bytes": CHUNK_BYTES, "staging_size": sender_slots * CHUNK_BYTES, "notify_proxy": "false"}
+            sender = fleet.start("sender", "s", settings, prefix=IN_MAIN_ENVIRONMENT)
+            daemons.extend((receiver.wait_ready(), sender.wait_ready()))
+            out = {"sender_socket": str(sender.socket), **(prefill_extra or {})}
+            into = {"receiver_socket": str(receiver.socket), **(decode_extra or {})}
+            together(
+                lambda: prefill.start(transfer_config("kv_producer", out, policy), **(prefill_options or {})),
+                lambda: decode.start(transfer_config("kv_consumer", into, policy), **(decode_options or {})),
+            )
+            return Stack(prefill, decode, sender, receiver)
+
+        yield make
+        for daemon in daemons:  # shown if the test fails
+            sys.stdout.write(f"----- {daemon.name}\n{daemon.text[-20_000:]}\n")
+        for engine in hosts:
+            if engine.process.poll() is None:
+                engine.do("stop")
+
+
+def transfer_config(role: str, extra: Mapping[str, Any], policy: str = "fail") -> dict[str, Any]:
+    """What --kv-transfer-config would say."""
+    return {
+        "kv_connector": "KvpdConnector",
+        "kv_connector_module_path": "kvpd.integrations.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"chunk_tokens": CHUNK_TOKENS, **extra},
+    }

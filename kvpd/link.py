@@ -75,6 +75,7 @@ class Attached(Frame, frozen=True):
     chunk_bytes: int
     chunk_tokens: int
     regions: tuple[RegionInfo, ...]
+    layout: Text = ""  # what a chunk's bytes mean, in the words of the daemon's configuration
 
 
 class Rejected(Frame, frozen=True):

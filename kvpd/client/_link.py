@@ -52,6 +52,11 @@ class Link:
         return self._connection.info.chunk_tokens
 
     @property
+    def layout(self) -> str:
+        """What a chunk's bytes mean, in the words of the daemon's configuration; empty where it says nothing."""
+        return self._connection.info.layout
+
+    @property
     def events_dropped(self) -> int:
         """How many events were lost because nobody took them: the oldest beyond EVENTS_MAX."""
         return self._events_dropped

@@ -247,9 +247,11 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
     # -------------------------------------------------------------- engines
 
     def attach(self, sink: EngineSink) -> int:
-        """A new engine, to be named in its events; `sink` gets the answers until `detach`."""
+        """A new engine, to be named in its events; `sink` gets the answers, and first what it has missed."""
         number = next(self._engine_numbers)
         self._engines[number] = sink
+        for announcement in self.core.ready():
+            sink.announced(announcement)
         return number
 
     def detach(self, engine: int) -> None:

@@ -93,6 +93,7 @@ def _engine_server(listener: trio.SocketListener, daemon: Receiver | Sender) -> 
         chunk_bytes=config.chunk_bytes,
         chunk_tokens=config.chunk_tokens if isinstance(config, ReceiverConfig) else 0,
         regions=(RegionInfo(0, daemon.buffer.length),),
+        layout=config.layout,
     )
     if isinstance(daemon, Receiver):
         memory = Memory("receiver", attached, [daemon.buffer.descriptor])

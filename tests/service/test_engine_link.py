@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 from pathlib import Path
@@ -389,4 +390,21 @@ async def test_closing_the_daemons_ends_their_engines(tmp_path: Path) -> None:
 
 def test_attached_tells_all_that_an_engine_needs() -> None:
     """The wire types are shared with the client: a change on one side is a change on both."""
-    assert set(Attached.__struct_fields__) == {"version", "name", "chunk_bytes", "chunk_tokens", "regions"}
+    assert set(Attached.__struct_fields__) == {"version", "name", "chunk_bytes", "chunk_tokens", "regions", "layout"}
+
+
+async def test_an_engine_that_attaches_late_is_told_what_is_ready(tmp_path: Path) -> None:
+    """Events are pushed once: a decode engine that restarts must not wait for one that was pushed before it came."""
+
+    def late(rig: Rig) -> None:
+        request = Request("early", 3)
+        with client.connect_sender(rig.sender_socket) as link:
+            send_with(link, rig.receiver.address, request)
+        with client.connect_receiver(rig.receiver_socket) as link:
+            (event,) = itertools.islice(link.events(timeout=10), 1)
+            assert (event.state, event.req_id, event.total_chunks) == ("ready", "early", 3)
+            take_with(link, request)
+
+    with trio.fail_after(30):
+        async with open_rig(tmp_path) as rig:
+            await in_thread(late, rig)

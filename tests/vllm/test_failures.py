@@ -223,6 +223,17 @@ def test_a_daemon_with_other_chunks_stops_the_engine_at_its_start(hosts: tuple[E
         assert sender.wait() == 0
 
 
+def test_a_daemon_of_another_layout_stops_the_engine_at_its_start(hosts: tuple[Engine, Engine], tmp_path: Any) -> None:
+    """Equal byte counts are not equal layouts: what the operator wrote is compared before anything moves."""
+    with Fleet(tmp_path) as fleet:
+        settings = {"chunk_bytes": CHUNK_BYTES, "staging_size": 4 * CHUNK_BYTES, "layout": "model=another"}
+        sender = fleet.start("sender", "s", settings, prefix=IN_MAIN_ENVIRONMENT).wait_ready()
+        with pytest.raises(RuntimeError, match="configured with layout = 'model=another'"):
+            hosts[0].start(transfer_config("kv_producer", {"sender_socket": str(sender.socket)}))
+        sender.signal(signal.SIGTERM)
+        assert sender.wait() == 0
+
+
 @pytest.mark.parametrize(
     ("kinds", "sizes", "words"),
     [

@@ -71,6 +71,11 @@ class ReceiverCore(Admission):
         """Sessions, closing ones included."""
         return len(self._sessions)
 
+    def ready(self) -> list[ev.AnnounceTransfer]:
+        """What an engine that attaches now has missed: whatever is complete and not claimed. O(transfers)."""
+        complete = self._book.in_state(ReceiverState.COMPLETE)
+        return [ev.AnnounceTransfer(ev.Outcome.READY, t.id, t.req_id, t.total_chunks) for t in complete]
+
     def holds(self, engine: int) -> bool:
         """Whether the engine may be reading any slot."""
         return bool(self._desk.held_by(engine))

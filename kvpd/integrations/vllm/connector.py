@@ -254,6 +254,11 @@ def check_daemon(link: Link, layout: Layout) -> None:
     Raises:
         LocalProtocolError: they are not.
     """
+    if link.layout and link.layout != layout.text:
+        raise LocalProtocolError(
+            f"kvpd's daemon {link.name} is configured with layout = {link.layout!r}, and this engine's is "
+            f"{layout.text!r}"
+        )
     needed = layout.chunk_tokens // layout.block_tokens * layout.block_bytes
     if link.chunk_bytes != needed:
         raise LocalProtocolError(

@@ -329,3 +329,14 @@ def test_a_claim_released_in_time_is_never_overdue() -> None:
     world.release()
     assert world.pass_time(100.0) == []
     assert world.core.is_clean
+
+
+def test_an_engine_that_comes_late_learns_what_is_ready() -> None:
+    """Announcements are pushed once; a decode engine that restarts must not wait for one that was made before."""
+    world = ReceiverWorld()
+    p = world.connect()
+    p.complete(1, keys(0, 1))
+    p.alloc(2, 1)
+    assert world.core.ready() == [p.ready(1, 2)]
+    world.claim("req-1")
+    assert world.core.ready() == []

@@ -184,3 +184,25 @@ def test_a_sender_that_shuts_down_opens_nothing_anew() -> None:
     other.connect()
     other.feed(DrainRequested())
     assert sent_all(other.pass_time(100.0), Hello) == []
+
+
+def test_a_reconnect_waits_for_room_among_the_peers() -> None:
+    """The table of peers is bounded, and those whom somebody asks for come first."""
+    world = SenderWorld(peers_max=1, connect_timeout_s=5.0)
+    world.connect("p")
+    world.pass_time(7.0)
+    world.open(1, 1, receiver="q")
+    world.pass_time(4.9)
+    assert world.core.peer_of("p") is None
+    world.pass_time(1.2)  # nobody answers at q, so it is given up
+    assert world.core.peer_of("p") is not None
+
+
+def test_a_reconnect_that_never_finds_room_is_given_up() -> None:
+    """It is for the receiver's sake, and the receiver has other fences."""
+    world = SenderWorld(peers_max=1, connect_timeout_s=50.0, reconnect_give_up_s=3.0)
+    world.connect("p")
+    world.pass_time(7.0)
+    world.open(1, 1, receiver="q")
+    world.pass_time(60.0)
+    assert world.core.peer_count == 0

@@ -219,8 +219,8 @@ def test_the_client_needs_neither_trio_nor_torch_nor_zmq() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_attaching_maps_the_buffer_and_keeps_no_descriptor_open_to_children(daemon: Any) -> None:
-    """P73: a child that inherits the descriptor keeps a dead daemon's memory alive."""
+def test_p73_attaching_maps_the_buffer_and_keeps_no_descriptor_open_to_children(daemon: Any) -> None:
+    """A child that inherits the descriptor keeps a dead daemon's memory alive."""
 
     def script(peer: Peer) -> None:
         until_end(peer)
@@ -243,8 +243,8 @@ def test_no_daemon_is_an_error_that_names_the_path(tmp_path: Path) -> None:
         client.connect_sender(tmp_path / ("x" * 200))
 
 
-def test_a_daemon_that_does_not_answer_is_not_waited_for(daemon: Any) -> None:
-    """P13: a handshake has a deadline."""
+def test_p13_a_daemon_that_does_not_answer_is_not_waited_for(daemon: Any) -> None:
+    """A handshake has a deadline."""
     with daemon(until_end, greet=False) as path, pytest.raises(TransportError, match=r"did not answer within 0\.1 s"):
         client.connect_receiver(path, timeout=0.1)
 
@@ -596,8 +596,8 @@ def test_a_failure_while_leaving_is_raised(daemon: Any) -> None:
         send_one(link)
 
 
-def test_leaving_waits_no_longer_than_its_timeout(daemon: Any) -> None:
-    """P65: nothing waits without a timer."""
+def test_p65_leaving_waits_no_longer_than_its_timeout(daemon: Any) -> None:
+    """Nothing waits without a timer."""
 
     def script(peer: Peer) -> None:
         transfer = peer.expect(Open).transfer
@@ -908,8 +908,8 @@ def test_an_interrupted_claim_is_released(daemon: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), 1e10])
-def test_an_impossible_claim_timeout_is_refused(daemon: Any, timeout: float) -> None:
-    """P91: the meaning of 0 is documented, that of -1 is none."""
+def test_p91_an_impossible_claim_timeout_is_refused(daemon: Any, timeout: float) -> None:
+    """The meaning of 0 is documented, that of -1 is none."""
     with (
         daemon(until_end) as path,
         client.connect_receiver(path) as link,
@@ -960,8 +960,8 @@ def test_cancel_by_name_needs_no_handle_and_never_raises(daemon: Any) -> None:
         link.cancel("r")
 
 
-def test_a_daemon_without_counters_is_not_waited_for(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Telemetry must not stop an engine (P85)."""
+def test_p85_a_daemon_without_counters_is_not_waited_for(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Telemetry must not stop an engine."""
     monkeypatch.setattr("kvpd.client._link.STATS_TIMEOUT_S", 0.05)
     with (
         daemon(until_end) as path,
@@ -1129,8 +1129,8 @@ def test_closing_waits_for_whoever_still_writes(daemon: Any) -> None:
             close_and_fill(link, slots)
 
 
-def test_a_forked_child_is_refused_and_does_no_harm(daemon: Any) -> None:
-    """P73: two processes on one stream cut each other's frames."""
+def test_p73_a_forked_child_is_refused_and_does_no_harm(daemon: Any) -> None:
+    """Two processes on one stream cut each other's frames."""
 
     def script(peer: Peer) -> None:
         peer.expect(Open)

@@ -96,6 +96,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
         self._control_given = control
         self._data_plane = data_plane or data_plane_factory(config.transport, config.ucx_library, config.ucx_tls)
         self._targets: dict[int, Target | None] = {}  # None: being made
+        self._opening = trio.Lock()  # a worker is made by one session at a time
         self._watches: dict[int, trio.CancelScope] = {}
         self._engines: dict[int, EngineSink] = {}
         self._engine_numbers = itertools.count(1)
@@ -209,11 +210,15 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
             self._heard(peer, message)
 
     async def _open_session(self, session_no: int, process: HostIdentity | None) -> None:
-        try:
-            target = await self._plane.open_target()
-        except TransportError as exc:
-            self.feed(ev.SessionFailed(session_no, str(exc)))
-            return
+        # One at a time, and only for who still wants it: a worker takes milliseconds, in which nobody else is heard.
+        async with self._opening:
+            if session_no not in self._targets:
+                return  # it was closed before its turn came
+            try:
+                target = await self._plane.open_target()
+            except TransportError as exc:
+                self.feed(ev.SessionFailed(session_no, str(exc)))
+                return
         if session_no not in self._targets:  # it was closed meanwhile
             target.close()
             return

@@ -31,8 +31,8 @@ from kvpd.transports.addresses import (
         ("*:7300", "*", 7300, "tcp://*:7300"),
     ],
 )
-def test_an_address_means_what_it_looks_like(text: str, host: str, port: int, url: str | None) -> None:
-    """P80: IPv6-only clusters broke on every split(':')."""
+def test_p80_an_address_means_what_it_looks_like(text: str, host: str, port: int, url: str | None) -> None:
+    """IPv6-only clusters broke on every split(':')."""
     address = parse_address(text)
     assert (address.host, address.port) == (host, port)
     assert url is None or address.url == url
@@ -73,8 +73,8 @@ def test_an_address_means_what_it_looks_like(text: str, host: str, port: int, ur
         ("x" * 400 + ":7300", "is no host name"),
     ],
 )
-def test_a_bad_address_is_refused_by_name(text: str, reason: str) -> None:
-    """P67: who reads the refusal must see the value, what is wrong with it and what would be right."""
+def test_p67_a_bad_address_is_refused_by_name(text: str, reason: str) -> None:
+    """Who reads the refusal must see the value, what is wrong with it and what would be right."""
     with pytest.raises(ValueError, match=r"is no address.*allowed are host:port") as refused:
         parse_address(text)
     assert reason in str(refused.value)
@@ -82,15 +82,15 @@ def test_a_bad_address_is_refused_by_name(text: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:7300", "[::]:7300", "*:7300", "decode-0:0"])
-def test_nobody_connects_to_a_wildcard_or_to_port_0(text: str) -> None:
-    """P66: an address that is good to bind and reaches nobody must not look like a peer that is down."""
+def test_p66_nobody_connects_to_a_wildcard_or_to_port_0(text: str) -> None:
+    """An address that is good to bind and reaches nobody must not look like a peer that is down."""
     parse_address(text)
     with pytest.raises(ValueError, match=r"is no address"):
         parse_peer_address(text)
 
 
-def test_loopback_and_wildcard_are_recognised() -> None:
-    """P66, P07: whether strangers can reach an address decides what is refused at start."""
+def test_p66_p07_loopback_and_wildcard_are_recognised() -> None:
+    """Whether strangers can reach an address decides what is refused at start."""
     assert all(parse_address(text).is_loopback for text in ("127.0.0.1:1", "127.8.8.8:1", "[::1]:1", "localhost:1"))
     assert not any(parse_address(text).is_loopback for text in ("10.0.0.1:1", "0.0.0.0:1", "*:1", "x:1"))
     assert all(parse_address(text).is_wildcard for text in ("0.0.0.0:1", "[::]:1", "*:1"))
@@ -108,16 +108,16 @@ def test_inproc_is_an_endpoint_and_no_address() -> None:
         parse_endpoint("inproc://")
 
 
-async def test_a_name_resolves_to_the_family_that_both_sides_take() -> None:
-    """P82: libzmq does not resolve what it binds, and a peer that takes another family never arrives."""
+async def test_p82_a_name_resolves_to_the_family_that_both_sides_take() -> None:
+    """Libzmq does not resolve what it binds, and a peer that takes another family never arrives."""
     with trio.fail_after(10):
         assert await resolve(Address("localhost", 7300)) == Address("127.0.0.1", 7300)
         assert await resolve(Address("*", 7300)) == Address("0.0.0.0", 7300)
         assert await resolve(Address("::1", 7300)) == Address("::1", 7300)
 
 
-async def test_an_unknown_name_is_an_error_with_the_resolvers_words() -> None:
-    """P82: 'No such device' tells nobody that a name could not be resolved."""
+async def test_p82_an_unknown_name_is_an_error_with_the_resolvers_words() -> None:
+    """'No such device' tells nobody that a name could not be resolved."""
     with trio.fail_after(30), pytest.raises(OSError, match=r"cannot resolve 'nosuch\.invalid' of nosuch\.invalid:1"):
         await resolve(Address("nosuch.invalid", 1))
 

@@ -218,8 +218,8 @@ async def test_receive_nowait_takes_what_is_here_and_nothing_else(kind: Kind) ->
         assert await client.receive() == b"3"
 
 
-async def test_a_peer_that_does_not_read_harms_nobody_else(kind: Kind) -> None:
-    """P08, P09: a full queue is an exception at once, for that peer alone; a blocked send would stop every transfer."""
+async def test_p08_p09_a_peer_that_does_not_read_harms_nobody_else(kind: Kind) -> None:
+    """A full queue is an exception at once, for that peer alone; a blocked send would stop every transfer."""
     payload = bytes(100_000)  # so that the kernel's buffers fill too
     async with pair(kind) as (server, _), kind.transport.connect(server.address, b"b") as other:
         await greet(server, other, b"b")
@@ -254,8 +254,8 @@ async def test_a_peer_that_left_becomes_unknown(kind: Kind) -> None:
             await until_unknown(server, b"a")
 
 
-async def test_a_client_may_come_before_its_server(kind: Kind) -> None:
-    """P68: daemons start in any order."""
+async def test_p68_a_client_may_come_before_its_server(kind: Kind) -> None:
+    """Daemons start in any order."""
     address = kind.address
     if kind.name == "tcp":
         address = f"127.0.0.1:{free_port()}"
@@ -270,8 +270,8 @@ async def test_a_client_may_come_before_its_server(kind: Kind) -> None:
                 assert await client.receive() == b"late"
 
 
-async def test_a_restarted_server_is_found_again(kind: Kind) -> None:
-    """P55: nobody restarts the senders by hand because a receiver was restarted."""
+async def test_p55_a_restarted_server_is_found_again(kind: Kind) -> None:
+    """Nobody restarts the senders by hand because a receiver was restarted."""
     if not kind.reconnects:
         return
     with trio.fail_after(DEADLINE_S):
@@ -290,8 +290,8 @@ async def test_a_restarted_server_is_found_again(kind: Kind) -> None:
                     assert await client.receive() == b"welcome"
 
 
-async def test_an_address_in_use_is_an_error_that_names_it(kind: Kind) -> None:
-    """P61: a daemon that takes another port instead is a daemon that nobody finds."""
+async def test_p61_an_address_in_use_is_an_error_that_names_it(kind: Kind) -> None:
+    """A daemon that takes another port instead is a daemon that nobody finds."""
     async with pair(kind) as (server, _):
         with pytest.raises(OSError, match=f"cannot bind {server.address}: .ddress already in use") as refused:
             async with kind.transport.serve(server.address):
@@ -359,8 +359,8 @@ async def test_one_task_at_a_time_receives(kind: Kind) -> None:
         client.send_nowait(b"for the first")
 
 
-async def test_a_cancelled_server_leaves_at_once(kind: Kind) -> None:
-    """P64: the end of a daemon is not the place to wait for peers."""
+async def test_p64_a_cancelled_server_leaves_at_once(kind: Kind) -> None:
+    """The end of a daemon is not the place to wait for peers."""
     with trio.fail_after(DEADLINE_S):
         async with AsyncExitStack() as stack:
             with trio.CancelScope() as scope:
@@ -401,8 +401,8 @@ async def raw_zmq(kind: int, url: str, identity: bytes = b"") -> AsyncIterator[z
         await trio.to_thread.run_sync(context.term)
 
 
-async def test_anything_but_one_frame_arrives_as_an_empty_message(tcp: ZmqControl) -> None:
-    """P03: one unexpected frame count ended another project's listener for good."""
+async def test_p03_anything_but_one_frame_arrives_as_an_empty_message(tcp: ZmqControl) -> None:
+    """One unexpected frame count ended another project's listener for good."""
     with trio.fail_after(DEADLINE_S):
         async with tcp.serve("127.0.0.1:0") as server, raw_zmq(zmq.DEALER, server.address, b"odd") as odd:
             for frames in ([b"", b""], [b"x", b"y"], [b""], [b"", b"payload", b"extra"], [b"x"] * 12):
@@ -416,8 +416,8 @@ async def test_anything_but_one_frame_arrives_as_an_empty_message(tcp: ZmqContro
                 assert (await server.receive())[1] == b""
 
 
-async def test_a_fuzz_of_frames_leaves_the_server_serving(tcp: ZmqControl) -> None:
-    """P03: whatever the frames, each message costs one answer at most and nothing else."""
+async def test_p03_a_fuzz_of_frames_leaves_the_server_serving(tcp: ZmqControl) -> None:
+    """Whatever the frames, each message costs one answer at most and nothing else."""
     dice = random.Random(3)
     total = 400
     with trio.fail_after(DEADLINE_S):
@@ -436,8 +436,8 @@ async def test_a_fuzz_of_frames_leaves_the_server_serving(tcp: ZmqControl) -> No
                 await greet(server, client, b"a")
 
 
-async def test_junk_on_the_port_leaves_it_serving(tcp: ZmqControl) -> None:
-    """P02, P06, P07: web clients, port scanners and telnet users all find this port one day."""
+async def test_p02_p06_p07_junk_on_the_port_leaves_it_serving(tcp: ZmqControl) -> None:
+    """Web clients, port scanners and telnet users all find this port one day."""
     dice = random.Random(6)
     junk = [dice.randbytes(dice.randint(1, 63)) for _ in range(60)]
     junk += [
@@ -462,8 +462,8 @@ async def test_junk_on_the_port_leaves_it_serving(tcp: ZmqControl) -> None:
             assert received == (b"a", b"still here")
 
 
-async def test_a_silent_connection_is_dropped(tcp: ZmqControl) -> None:
-    """P06: who connects and says nothing must not hold a descriptor for ever."""
+async def test_p06_a_silent_connection_is_dropped(tcp: ZmqControl) -> None:
+    """Who connects and says nothing must not hold a descriptor for ever."""
     with trio.fail_after(DEADLINE_S):
         async with tcp.serve("127.0.0.1:0") as server, tcp.connect(server.address, b"a") as client:
             address = parse_address(server.address)
@@ -522,8 +522,8 @@ async def test_a_client_whose_old_connection_lingers_gets_through_by_reconnectin
                     pass
 
 
-async def test_a_peer_that_falls_silent_without_a_word_is_forgotten() -> None:
-    """P09: a stopped process or an unplugged host closes no connection, and what is queued for it must go some day."""
+async def test_p09_a_peer_that_falls_silent_without_a_word_is_forgotten() -> None:
+    """A stopped process or an unplugged host closes no connection, and what is queued for it must go some day."""
     limits = ZmqLimits(heartbeat_ms=50, heartbeat_ttl_ms=300, heartbeat_timeout_ms=400, reconnect_ms=10)
     program = """
 import sys, trio
@@ -557,8 +557,8 @@ trio.run(main)
             far.kill()
 
 
-async def test_connect_loops_keep_descriptors_flat(tcp: ZmqControl) -> None:
-    """P76: a leak of one descriptor a connection ends a daemon in days."""
+async def test_p76_connect_loops_keep_descriptors_flat(tcp: ZmqControl) -> None:
+    """A leak of one descriptor a connection ends a daemon in days."""
     with trio.fail_after(60):
         async with tcp.serve("127.0.0.1:0") as server:
 
@@ -606,8 +606,8 @@ async def test_last_words_arrive(tcp: ZmqControl) -> None:
                 assert await server.receive() == (b"%d" % number, bytes(200_000))
 
 
-async def test_closing_towards_nobody_ends_within_a_second() -> None:
-    """P77: what cannot be delivered must not keep a process from its end."""
+async def test_p77_closing_towards_nobody_ends_within_a_second() -> None:
+    """What cannot be delivered must not keep a process from its end."""
     with trio.fail_after(DEADLINE_S):
         async with open_zmq_control(make_limits()) as control:
             async with control.connect(f"127.0.0.1:{free_port()}", b"a") as client:
@@ -617,8 +617,8 @@ async def test_closing_towards_nobody_ends_within_a_second() -> None:
         assert trio.current_time() - started < 5.0
 
 
-async def test_ipv6_works(tcp: ZmqControl) -> None:
-    """P80."""
+async def test_p80_ipv6_works(tcp: ZmqControl) -> None:
+    """Clusters without IPv4 exist; every address and every socket must do."""
     with trio.fail_after(DEADLINE_S):
         async with tcp.serve("[::1]:0") as server:
             assert server.address.startswith("tcp://[::1]:")
@@ -626,8 +626,8 @@ async def test_ipv6_works(tcp: ZmqControl) -> None:
                 await greet(server, client, b"a")
 
 
-async def test_a_name_is_bound_and_found(tcp: ZmqControl) -> None:
-    """P82: ZMQ takes a name to bind for a network device."""
+async def test_p82_a_name_is_bound_and_found(tcp: ZmqControl) -> None:
+    """ZMQ takes a name to bind for a network device."""
     with trio.fail_after(DEADLINE_S):
         async with tcp.serve("localhost:0") as server:
             assert server.address.startswith("tcp://127.0.0.1:")

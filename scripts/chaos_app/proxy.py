@@ -1,0 +1,62 @@
+"""A stand-in for the proxy: a ROUTER that acknowledges notifications, and is not there for a while now and then."""
+
+from __future__ import annotations
+
+import trio
+
+from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.errors import RemoteProtocolError
+from kvpd.transports.base import ControlTransport
+
+
+class Proxy:
+    """Remembers, for a round, which requests it was told of."""
+
+    def __init__(self, control: ControlTransport, address: str) -> None:
+        self.address = address
+        self.told: set[str] = set()
+        self._control = control
+        self._scope = trio.CancelScope()
+        self._changed = trio.Event()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; after `down`, not before its time is over."""
+        started = False
+        while True:
+            self._down_s = 0.0
+            with trio.CancelScope() as self._scope:
+                async with self._control.serve(self.address) as server:
+                    if not started:
+                        task_status.started()
+                        started = True
+                    while True:
+                        peer, frame = await server.receive()
+                        try:
+                            message = decode(frame)
+                        except RemoteProtocolError:
+                            continue
+                        if isinstance(message, ProxyNotif):
+                            self._hear(message)
+                            try:
+                                answer = ProxyAck(message.sender_incarnation, message.message_id)
+                                server.send_nowait(peer, encode(answer))
+                            except (trio.WouldBlock, trio.BrokenResourceError):
+                                continue  # it asks again
+            await trio.sleep(self._down_s)
+
+    def _hear(self, message: ProxyNotif) -> None:
+        self.told.add(message.req_id)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def down(self, seconds: float) -> None:
+        """Be gone for so long."""
+        self._down_s = seconds
+        self._scope.cancel()
+
+    async def until_told(self, req_ids: set[str], bound_s: float) -> set[str]:
+        """Wait until it was told of all of these; those that it was not told of within the bound."""
+        with trio.move_on_after(bound_s):
+            while not req_ids <= self.told:
+                await self._changed.wait()
+        return req_ids - self.told

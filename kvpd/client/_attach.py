@@ -38,6 +38,20 @@ class Attachment:
     early: tuple[DaemonFrame, ...]  # frames that came right behind the greeting
 
 
+def _connect(connection: socket.socket, where: Path, timeout_s: float) -> None:
+    """Wait for a place in the daemon's backlog too, which a socket with Python's own timeout does not: it gets EAGAIN.
+
+    The kernel's timeout for sending bounds a blocking connect on a Unix socket.
+    """
+    seconds = int(timeout_s)
+    timeout = struct.pack("ll", seconds, max(1, int((timeout_s - seconds) * 1e6)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+    try:
+        connection.connect(str(where))
+    except BlockingIOError as exc:
+        raise TimeoutError from exc
+
+
 def attach(path: str | os.PathLike[str], role: Role, rank: int, timeout_s: float) -> Attachment:
     """Connect, greet and map the region of our rank.
 
@@ -54,8 +68,8 @@ def attach(path: str | os.PathLike[str], role: Role, rank: int, timeout_s: float
         reader = DaemonFrameReader()
         deadline = time.monotonic() + timeout_s
         try:
+            _connect(connection, where, timeout_s)
             connection.settimeout(timeout_s)
-            connection.connect(str(where))
             connection.sendall(encode_frame(Attach(LINK_VERSION, role, rank)))
             frames = _first_frames(connection, where, reader, descriptors, deadline)
         except TimeoutError as exc:

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,5 +154,5 @@ def test_a_daemon_whose_backlog_is_full_is_waited_for_as_long_as_the_timeout_say
                 one = stack.enter_context(socket.socket(socket.AF_UNIX))
                 one.setblocking(False)
                 one.connect(str(path))
-        with pytest.raises(TransportError, match="did not answer within 0.2 s"):
+        with pytest.raises(TransportError, match=r"did not answer within 0\.2 s"):
             client.connect_sender(path, timeout=0.2)

@@ -7,6 +7,7 @@ made again; what was on its way is lost.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
@@ -28,6 +29,7 @@ from kvpd.transports.zmq_socket import Context, SocketStatistics, TrioSocket
 
 IDENTITY_BYTES_MAX: Final = 255
 LINGER_MS: Final = 900  # how long last replies may take to leave: less than the contract's second
+TERM_TIMEOUT_S: Final = 1.5  # the linger, and some more for a busy machine
 CONNECT_RESOLVE_TIMEOUT_S: Final = 2.0  # connecting goes on in the background, so its caller waits little
 
 
@@ -225,17 +227,27 @@ class ZmqControl:
 
 @asynccontextmanager
 async def open_zmq_control(limits: ZmqLimits | None = None) -> AsyncIterator[ZmqControl]:
-    """Control channels in a ZMQ context of their own; leaving waits, a second at most, until last messages have left.
+    """Control channels in a ZMQ context of their own. Leave the channels first.
 
-    Leave the channels first.
+    Leaving waits until last messages have left, TERM_TIMEOUT_S at most.
     """
     context: Context = zmq.Context()
     try:
         yield ZmqControl(context, limits)
     finally:
-        # Bounded by the sockets' linger, and in a thread, because it blocks.
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(context.term)
+            await trio.to_thread.run_sync(_terminate, context)
+
+
+def _terminate(context: Context) -> None:
+    """End a context, in real time whatever the loop's clock is.
+
+    The sockets' linger should bound it; but libzmq has been seen to wait for ever for a connection whose peer had
+    stopped reading, and closing must not. What still waits then is left to itself, and does not keep the process alive.
+    """
+    ending = threading.Thread(target=context.term, name="kvpd zmq term", daemon=True)
+    ending.start()
+    ending.join(TERM_TIMEOUT_S)
 
 
 async def _family_of(endpoint: Endpoint) -> Endpoint:

@@ -714,3 +714,11 @@ async def test_an_oversize_message_breaks_the_memory_connection_too(autojump_clo
             server.send_nowait(b"a", b"?")
         await trio.sleep(RECONNECT_S)
         await greet(server, client, b"a")
+
+
+async def test_closing_waits_no_longer_than_its_bound_for_a_socket_that_libzmq_does_not_let_go() -> None:
+    """Every shutdown has a deadline (fault 22), whatever libzmq waits for."""
+    with trio.fail_after(DEADLINE_S):
+        async with open_zmq_control() as control:
+            stray = control._context.socket(zmq.DEALER)
+    stray.close(0)

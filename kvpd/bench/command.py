@@ -31,7 +31,7 @@ SUBCOMMANDS: Final[tuple[Subcommand, ...]] = (
     idle.SUBCOMMAND,
     stall.SUBCOMMAND,
 )
-_WIDTH: Final = 120
+_WIDTH: Final = 140
 
 
 @attrs.frozen(kw_only=True)

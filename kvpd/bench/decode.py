@@ -72,7 +72,7 @@ class _Taker(threading.Thread):
     """A thread that claims every request whose number it draws."""
 
     def __init__(self, link: ReceiverLink, payload: Payload, load: Load, numbers: Iterator[int]) -> None:
-        super().__init__(name="taker")
+        super().__init__(name="taker", daemon=True)
         self.claimed_at: dict[int, float] = {}
         self.chunks = 0
         self.wrong = 0

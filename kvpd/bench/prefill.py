@@ -53,26 +53,22 @@ class PrefillEngine:
         opened_at: list[float] = []
         room = threading.Semaphore(load.depth)
         ending: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        ender = threading.Thread(target=_end_all, args=(ending, room))
+        ender = threading.Thread(target=_end_all, args=(ending, room), daemon=True)
         ender.start()
         staged: deque[tuple[int, Transfer, Staging]] = deque()
-        try:
-            while len(opened_at) < load.requests or staged:
-                # Ask for more while that is allowed, and fill what was asked for first when it is not.
-                if len(opened_at) < load.requests and room.acquire(blocking=not staged):
-                    number = len(opened_at)
-                    opened_at.append(time.monotonic())
-                    transfer = self._link.open(
-                        load.req_id(number), receiver=self._receiver, total_chunks=load.chunks
-                    ).__enter__()
-                    staged.append((number, transfer, transfer.stage(load.keys(number))))
-                else:
-                    number, transfer, staging = staged.popleft()
-                    self._fill(load, number, staging)
-                    ending.put(transfer)
-        finally:
-            ending.put(None)
-            ender.join()
+        while len(opened_at) < load.requests or staged:
+            # Ask for more while that is allowed, and fill what was asked for first when it is not.
+            if len(opened_at) < load.requests and room.acquire(blocking=not staged):
+                number = len(opened_at)
+                opened_at.append(time.monotonic())
+                transfer = self._link.open(load.req_id(number), receiver=self._receiver, total_chunks=load.chunks)
+                staged.append((number, transfer.__enter__(), transfer.stage(load.keys(number))))
+            else:
+                number, transfer, staging = staged.popleft()
+                self._fill(load, number, staging)
+                ending.put(transfer)
+        ending.put(None)
+        ender.join()
         return Sent(began_at=began_at, opened_at=tuple(opened_at), ended_at=time.monotonic())
 
     def _fill(self, load: Load, number: int, staging: Staging) -> None:

@@ -170,5 +170,5 @@ SUBCOMMAND: Final = Subcommand(
             help="Requests of each measurement; a quarter of it at depth 1.",
         ),
     ),
-    quick={"chunks": (1, 8), "depths": (1, 32), "requests": 200},
+    quick={"chunks": (8,), "depths": (1, 32), "requests": 100},
 )

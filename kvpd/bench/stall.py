@@ -143,5 +143,5 @@ SUBCOMMAND: Final = Subcommand(
             help="Bytes of each measurement.",
         ),
     ),
-    quick={"chunk_bytes": (1 << 20,), "in_flight": (4,), "nbytes": 16 << 20},
+    quick={"chunk_bytes": (1 << 20,), "in_flight": (4,), "transports": ("cma",), "nbytes": 16 << 20},
 )

@@ -62,7 +62,8 @@ class ReceiverReports:
     def __init__(self, metrics: ReceiverMetrics) -> None:
         self._metrics = metrics
         self._log = get_logger()
-        self._shown: tuple[PoolCounts, int, int] | None = None
+        self._levels: tuple[PoolCounts, int, int] | None = None
+        metrics.before_reading(self._show_levels)
 
     def tell(self, report: Report) -> None:
         """One report, to the log and to the metrics."""
@@ -93,14 +94,15 @@ class ReceiverReports:
                 pass
 
     def levels(self, core: ReceiverLevels) -> None:
-        """Where the gauges stand after a step; told only when they moved."""
-        now = (core.counts, core.queue_depth, core.session_count)
-        if now == self._shown:
-            return
-        self._shown = now
-        self._metrics.slots(attrs.asdict(core.counts))
-        self._metrics.queue_depth.set(core.queue_depth)
-        self._metrics.sessions.set(core.session_count)
+        """Where the gauges stand after a step; shown to who asks, who must not see half of the next one."""
+        self._levels = core.counts, core.queue_depth, core.session_count
+
+    def _show_levels(self) -> None:
+        if self._levels is not None:
+            counts, queue_depth, sessions = self._levels
+            self._metrics.slots(attrs.asdict(counts))
+            self._metrics.queue_depth.set(queue_depth)
+            self._metrics.sessions.set(sessions)
 
 
 class SenderReports:

@@ -135,9 +135,17 @@ class TrioSocket:
         self._received += 1
         return frames
 
+    def _has_message(self) -> bool:
+        """Whether there is one, or else the socket is past use, which taking it will tell."""
+        try:
+            return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        except zmq.ContextTerminated:
+            return True
+
     def _hand_over(self) -> None:
         """Give the task that waits its message, if there is one by now."""
-        if self._receiver is None:
+        # Asking is cheaper than the exception for nothing; it looks for new messages, and takes the edge.
+        if self._receiver is None or not self._has_message():
             return
         try:
             frames = self._take()
@@ -172,8 +180,9 @@ class TrioSocket:
                 await trio.lowlevel.wait_readable(self._descriptor)
                 self._check_open()
                 self._wakeups += 1
-                # Takes the edge: without this a descriptor that nobody reads from would spin the loop.
-                self._socket.getsockopt(zmq.EVENTS)
+                if self._receiver is None:
+                    # Takes the edge: without this a descriptor that nobody reads from would spin the loop.
+                    self._socket.getsockopt(zmq.EVENTS)
             except (trio.ClosedResourceError, zmq.ContextTerminated):
                 # libzmq destroys nothing before the socket is closed, so this closes what its owner forgot.
                 self.close()

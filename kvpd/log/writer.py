@@ -25,7 +25,6 @@ from kvpd.log.repeats import Repeats
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 FLUSH_TIMEOUT_S: Final = 1.0
 BATCH_LINES_MAX: Final = 256
-GATHER_S: Final = 0.01
 
 
 def start_logging(config: LogConfig, role: str, name: str, stream: BinaryIO | None = None) -> LogWriter:
@@ -36,6 +35,11 @@ def start_logging(config: LogConfig, role: str, name: str, stream: BinaryIO | No
 def current_writer() -> LogWriter | None:
     """The one that lines go to now."""
     return _writer
+
+
+def writes_debug() -> bool:
+    """Whether lines for who develops kvpd are written; asked before what they tell is gathered, where that costs."""
+    return _writer is not None and _writer.level <= LEVELS["debug"]
 
 
 def lines_dropped() -> int:
@@ -54,6 +58,7 @@ class LogWriter:
         self.repeats = Repeats()
         self._write = write
         self._depth_max = config.queue_depth_max
+        self._gather_s = config.gather_s
         self._lines: deque[bytes] = deque()
         self._changed = threading.Condition()
         self._is_parked = False  # the thread waits for `_changed`
@@ -133,7 +138,7 @@ class LogWriter:
                 self._changed.wait(timeout)
                 self._is_parked = False
         if was_parked:
-            self._stop.wait(GATHER_S)  # for what is written right behind; the end cuts it short
+            self._stop.wait(self._gather_s)  # for what is written right behind; the end cuts it short
         with self._changed:
             batch = [self._lines.popleft() for _ in range(min(len(self._lines), BATCH_LINES_MAX))]
             return batch, self._stop.is_set() and not self._lines

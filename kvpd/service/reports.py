@@ -8,7 +8,7 @@ import attrs
 
 from kvpd.core.events import Report, ReportName
 from kvpd.core.pool import PoolCounts
-from kvpd.log import Logger, get_logger
+from kvpd.log import Logger, get_logger, writes_debug
 from kvpd.metrics import ReceiverMetrics, SenderMetrics
 
 # Everything else is information: an operator reads these first.
@@ -27,9 +27,21 @@ _WARNINGS: Final = frozenset(
         ReportName.MESSAGE_REFUSED,
     }
 )
+# A request has any number of batches; what is known of it by default does not grow with them.
+_DEBUG: Final = frozenset(
+    {
+        ReportName.BATCH_ALLOCATED,
+        ReportName.CHUNKS_WRITTEN,
+        ReportName.BATCH_STAGED,
+        ReportName.PIECE_WRITTEN,
+    }
+)
 
 
 def _write(logger: Logger, report: Report) -> None:
+    is_debug = report.name in _DEBUG
+    if is_debug and not writes_debug():
+        return
     fields: dict[str, object] = {}
     if report.transfer is not None:
         fields["transfer"] = str(report.transfer)
@@ -39,6 +51,8 @@ def _write(logger: Logger, report: Report) -> None:
         fields["peer"] = report.peer
     if report.name in _WARNINGS:
         logger.warning(report.name, rate_limited=True, **fields, **report.fields)
+    elif is_debug:
+        logger.debug(report.name, **fields, **report.fields)
     else:
         logger.info(report.name, **fields, **report.fields)
 

@@ -205,17 +205,20 @@ class TrioSocket:
         self._socket.close(linger_ms)
 
     async def aclose_listener(self, linger_ms: int = 0) -> None:
-        """Close a socket bound to TCP, and wait until its address is free again: milliseconds, a second at most."""
+        """Close a socket bound to TCP, and wait until its address is free again: milliseconds, a second at most.
+
+        libzmq tells a monitor by a send that blocks for good if the monitor is not there to hear it, whichever of its
+        threads that stops: so it is asked for the one event that is waited for, and a monitor that has not heard it is
+        left open until the context ends.
+        """
         if self._closed:
             return
         url = f"inproc://kvpd-monitor-{next(_monitor_numbers)}"
-        self._socket.monitor(url, zmq.EVENT_CLOSED | zmq.EVENT_MONITOR_STOPPED)
+        self._socket.monitor(url, zmq.EVENT_CLOSED)
         raw = self._socket.context.socket(zmq.PAIR)
         raw.connect(url)
         monitor = TrioSocket(raw)
         self.close(linger_ms)
-        try:
-            with trio.move_on_after(RELEASE_TIMEOUT_S, shield=True):
-                await monitor.receive()
-        finally:
+        with trio.move_on_after(RELEASE_TIMEOUT_S, shield=True):
+            await monitor.receive()
             monitor.close()

@@ -22,9 +22,10 @@ _SLOTS_PER_OPEN_CHUNK: Final = 2  # those that are read hold nobody up
 
 _HELP = """What a request costs, whatever its size: requests per second, latency and CPU.
 
-Chunks are of 4 KiB, so their bytes cost next to nothing. --depths says how many requests the prefill engine has open
-at once; it opens the next one when the oldest has ended. Latency runs from open to the moment when the decode engine
-holds the chunks. CPU is that of each of the four processes, user and kernel, divided by the requests.
+Chunks are of 4 KiB, so their bytes cost next to nothing. --depths says how many requests are open at once; the prefill
+engine opens the next one when the oldest has ended and the decode engine has given one back. Latency runs from open to
+the moment when the decode engine holds the chunks. CPU is that of each of the four processes, user and kernel, divided
+by the requests.
 
 \b
 Example:
@@ -161,7 +162,7 @@ SUBCOMMAND: Final = Subcommand(
     run=_run,
     options=(
         counts("--chunks", "1,8,64", "Chunks in a request."),
-        counts("--depths", "1,8,32,256", "Requests open at once in the prefill engine."),
+        counts("--depths", "1,8,32,256", "Requests open at once."),
         click.Option(
             ["--requests"],
             type=click.IntRange(1, 1_000_000),

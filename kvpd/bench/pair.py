@@ -19,6 +19,8 @@ Transport = Literal["cma", "tcp"]
 TRANSPORTS: Final[tuple[Transport, ...]] = ("cma", "tcp")
 UCX_TLS: Final[Mapping[Transport, str]] = {"cma": "", "tcp": "tcp"}  # on one host UCX takes CMA where it may
 
+_REQUESTS_MAX: Final = 4000  # seconds, where requests are small
+
 _runs = itertools.count(1)
 
 
@@ -36,6 +38,11 @@ class Flow:
     def gb_s(self) -> float:
         """Goodput, 10⁹ bytes per second."""
         return self.nbytes / self.seconds / 1e9
+
+
+def requests_of(nbytes: int, request_bytes: int, *, least: int) -> int:
+    """How many requests a measurement of about `nbytes` has."""
+    return max(least, min(nbytes // request_bytes, _REQUESTS_MAX))
 
 
 class Pair:

@@ -86,26 +86,23 @@ class RequestsResult:
     def plots(self) -> Sequence[Plot]:
         """Rate and CPU over the depth, a line for each number of chunks."""
         groups = {chunks: list(cases) for chunks, cases in itertools.groupby(self.cases, key=lambda case: case.chunks)}
-        rate = [_series(f"{n} chunks", cases, [case.rate for case in cases]) for n, cases in groups.items()]
-        cpu = [
-            _series(f"{n} chunks", cases, [case.cpu_total_s.times(1e6) for case in cases])
-            for n, cases in groups.items()
-        ]
+        rate = [_series(n, cases, [case.rate for case in cases]) for n, cases in groups.items()]
+        cpu = [_series(n, cases, [case.cpu_total_s.times(1e6) for case in cases]) for n, cases in groups.items()]
+        depths = sorted({case.depth for case in self.cases})
         return [
-            Plot(title="Requests", x_label="requests open at once", y_label="requests/s", series=rate, x_log=True),
-            Plot(
-                title="CPU of all four processes",
-                x_label="requests open at once",
-                y_label="µs per request",
-                series=cpu,
-                x_log=True,
-            ),
+            _plot("Requests", "requests/s", rate, depths),
+            _plot("CPU of all four processes", "µs per request", cpu, depths),
         ]
 
 
-def _series(name: str, cases: Sequence[RequestsCase], values: Sequence[Measured]) -> Series:
+def _plot(title: str, y_label: str, series: Sequence[Series], depths: Sequence[int]) -> Plot:
+    ticks = [(depth, str(depth)) for depth in depths]
+    return Plot(title=title, x_label="requests open at once", y_label=y_label, series=series, x_log=True, x_ticks=ticks)
+
+
+def _series(chunks: int, cases: Sequence[RequestsCase], values: Sequence[Measured]) -> Series:
     return Series(
-        name=name,
+        name=f"{chunks} chunk{'s' * (chunks != 1)}",
         x=[case.depth for case in cases],
         y=[each.median for each in values],
         low=[each.low for each in values],
@@ -137,7 +134,7 @@ def _cases(bench: Bench, chunks: int, depths: tuple[int, ...], requests: int) ->
         def flow(depth: int) -> Flow:
             return pair.run(requests=counts_of[depth], chunks=chunks, depth=depth, mode="in_place")
 
-        pair.run(requests=max(counts_of.values()), chunks=chunks, depth=max(depths), mode="check")
+        pair.run(requests=2 * max(depths), chunks=chunks, depth=max(depths), mode="check")
         flows = alternate(bench.rounds, {str(depth): functools.partial(flow, depth) for depth in depths})
     return [_case_of(chunks, int(depth), measured) for depth, measured in flows.items()]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.core.messages import FailNotif, ProxyAck, ProxyNotif, decode, encode
 from kvpd.errors import RemoteProtocolError
 from kvpd.transports.base import ControlTransport
 
@@ -35,7 +35,7 @@ class Proxy:
                             message = decode(frame)
                         except RemoteProtocolError:
                             continue
-                        if isinstance(message, ProxyNotif):
+                        if isinstance(message, ProxyNotif | FailNotif):
                             self._hear(message)
                             try:
                                 answer = ProxyAck(message.sender_incarnation, message.message_id)
@@ -44,7 +44,9 @@ class Proxy:
                                 continue  # it asks again
             await trio.sleep(self._down_s)
 
-    def _hear(self, message: ProxyNotif) -> None:
+    def _hear(self, message: ProxyNotif | FailNotif) -> None:
+        if isinstance(message, FailNotif):
+            return  # whether a request is to fail is for its engines to say
         self.told.add(message.req_id)
         self._changed.set()
         self._changed = trio.Event()

@@ -1,7 +1,8 @@
 """Senders' word that a transfer is complete, or will never be: acknowledged, and told to whoever waits for it.
 
-A transfer ends once, and the first word about it counts. A sender repeats a notification until it is acknowledged, so the same one may come twice. Nothing that arrives here
-ends the listening; what is no notification is counted and dropped.
+A transfer ends once, and the first word about it counts. A sender repeats a notification until it is acknowledged, so
+the same one may come twice. Nothing that arrives here ends the listening; what is no notification is counted and
+dropped.
 """
 
 from __future__ import annotations

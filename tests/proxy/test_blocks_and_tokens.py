@@ -23,8 +23,7 @@ async def test_p41_a_prompt_of_which_nothing_is_sent_costs_a_bounded_wait(mode: 
     async def waits_for_its_cache(call: Call) -> None:
         await (call.hang() if call.transfer else generates(call))
 
-    limits = {"transfer_timeout_s": 0.05, "answer_timeout_s": 0.3, "on_miss": "recompute"}
-    async with stack(mode=mode, **limits) as s:
+    async with stack(mode=mode, transfer_timeout_s=0.05, answer_timeout_s=0.3, on_miss="recompute") as s:
         s.prefill.behave = lambda call: call.whole(answer("x"))  # and its sender has nothing to tell
         s.decode.behave = waits_for_its_cache
         reply = await s.ask({"prompt": "a"})
@@ -56,7 +55,7 @@ async def dies_in_its_answer(call: Call) -> None:
 async def test_p42_p43_p45_a_decode_engine_that_dies_of_a_request_is_a_second_try_elsewhere(
     how: Callable[[Call], Awaitable[None]],
 ) -> None:
-    """Counts that turn negative, hits that cover all of a prompt, pools of other sizes: its core asserts and is gone."""
+    """Counts that turn negative, hits that cover a prompt, pools of other sizes: its core asserts, and is gone."""
     async with stack(decodes=2, policy="round_robin") as s:
         s.decodes[0].behave = how
         reply = await s.ask({"prompt": "a", "stream": True})

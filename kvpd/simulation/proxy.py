@@ -13,6 +13,10 @@ from kvpd.simulation.sender import SimulatedSender
 TransferKey = tuple[str, int, int]  # sender, incarnation, transfer_no
 
 
+def _key_of(notif: Notification) -> TransferKey:
+    return notif.sender_id, notif.sender_incarnation, notif.transfer_no
+
+
 class Heard:
     """What the proxy of one address was told, over all its starts: how each transfer ended, once and for all."""
 
@@ -22,17 +26,15 @@ class Heard:
     def __contains__(self, key: TransferKey) -> bool:
         return key in self._was_ready
 
-    def note(self, notif: Notification) -> bool:
-        """Whether this is new.
+    def note(self, notif: Notification) -> None:
+        """One more notification.
 
         Raises:
             Violation: the same transfer was said to have ended otherwise.
         """
-        key = (notif.sender_id, notif.sender_incarnation, notif.transfer_no)
-        is_new, is_ready = key not in self._was_ready, isinstance(notif, ProxyNotif)
-        if self._was_ready.setdefault(key, is_ready) != is_ready:
+        key, is_ready = _key_of(notif), isinstance(notif, ProxyNotif)
+        if self._was_ready.setdefault(key, is_ready) is not is_ready:
             raise Violation(Rule.ONE_END, f"{key} is said to be ready, and to have failed")
-        return is_new
 
 
 class SimulatedProxy:
@@ -68,7 +70,7 @@ class SimulatedProxy:
             self._random.random() * self._latency_s, lambda: sender.proxy_acknowledged(self.address, ack)
         )
         self._heard.note(notif)
-        key = (notif.sender_id, notif.sender_incarnation, notif.transfer_no)
+        key = _key_of(notif)
         if key not in self._seen:
             self._seen.add(key)
             if isinstance(notif, ProxyNotif):

@@ -51,6 +51,7 @@ class ReportName(enum.StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_CANCELLED = "transfer_cancelled"
     PROXY_NOTIFIED = "proxy_notified"
+    PROXY_TOLD_OF_FAILURE = "proxy_told_of_failure"
     PROXY_NOTIFICATION_DROPPED = "proxy_notification_dropped"
     # peers
     SESSION_OPENED = "session_opened"

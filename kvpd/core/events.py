@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import attrs
 
 
-@attrs.frozen(order=True)
+@attrs.frozen(order=True, cache_hash=True)  # it is the key of many a table
 class TransferId:
     """One attempt at a request: what everything is booked under. A req_id is only a label."""
 

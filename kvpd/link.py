@@ -2,7 +2,7 @@
 
 A frame is a little-endian u32 length and that many bytes of msgpack: one tagged array. It is at most 1 MiB; one
 that is longer, unknown or malformed ends the connection. The engine speaks first, with Attach; the daemon answers
-Attached together with one descriptor per region (SCM_RIGHTS, in rank order). From then on either side sends at
+Attached together with one descriptor per region (SCM_RIGHTS, in the same order). From then on either side sends at
 will: transfers, stages and claims are numbered by the engine, and an answer names the number it belongs to.
 """
 
@@ -52,23 +52,29 @@ class LinkError(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Attach(Frame, frozen=True):
-    """Engine: my first frame. `rank` is the engine rank that I am."""
+    """Engine: my first frame. `rank` is the engine rank that I am.
+
+    `group` names the engine whose rank that is, the same for all of its ranks; engines whose requests might bear the
+    same names need one each.
+    """
 
     version: int
     role: Literal["sender", "receiver"]
     rank: Annotated[int, Meta(ge=0, lt=4096)] = 0
+    group: Annotated[str, Meta(max_length=128)] = ""
 
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One rank's buffer; its descriptor comes in the same message."""
+    """One rank's buffer: `length` bytes from `offset`, a multiple of the page size, of the file that comes along."""
 
     rank: int
     length: int
     device: str = "cpu"
+    offset: int = 0
 
 
 class Attached(Frame, frozen=True):
-    """Daemon: welcome. Slot i of a region is its bytes [i * chunk_bytes, (i + 1) * chunk_bytes)."""
+    """Daemon: welcome; here is your rank's region. Slot i is its bytes [i * chunk_bytes, (i + 1) * chunk_bytes)."""
 
     version: int
     name: str
@@ -118,7 +124,10 @@ class TransferEvent(Frame, frozen=True):
 
 
 class Open(Frame, frozen=True):
-    """Engine: a request of `total_chunks` chunks goes to `receiver`. Not answered: a refusal comes as Ended."""
+    """Engine: a request of `total_chunks` chunks goes to `receiver`. Not answered: a refusal comes as Ended.
+
+    Every rank of an engine sends one, in any order: the first begins the transfer, the others join it.
+    """
 
     transfer: Number
     req_id: ReqId

@@ -48,15 +48,21 @@ __all__ = [
 CONNECT_TIMEOUT_S = 10.0
 
 
-def connect_sender(path: str | os.PathLike[str], rank: int = 0, *, timeout: float = CONNECT_TIMEOUT_S) -> SenderLink:
+def connect_sender(
+    path: str | os.PathLike[str], rank: int = 0, *, group: str = "", timeout: float = CONNECT_TIMEOUT_S
+) -> SenderLink:
     """Attach a prefill engine's rank to the sender at a socket path, within `timeout` seconds.
+
+    Each tensor-parallel rank of an engine attaches by itself, opens every request and stages the same batches of it.
+    `group` names the engine, the same for all of its ranks: needed where several such engines share a sender and their
+    requests might bear the same names.
 
     Raises:
         TransportError: no daemon answers there.
         LocalProtocolError: the daemon there refuses: it is no sender, or has no such rank.
         RemoteProtocolError: it speaks another version, or makes no sense.
     """
-    return SenderLink(attach(path, "sender", rank, timeout))
+    return SenderLink(attach(path, "sender", rank, group, timeout))
 
 
 def connect_receiver(
@@ -64,9 +70,11 @@ def connect_receiver(
 ) -> ReceiverLink:
     """Attach a decode engine's rank to the receiver at a socket path, within `timeout` seconds.
 
+    A claim gives what this rank has of a request; its room is free again when every rank has claimed and left it.
+
     Raises:
         TransportError: no daemon answers there.
         LocalProtocolError: the daemon there refuses: it is no receiver, or has no such rank.
         RemoteProtocolError: it speaks another version, or makes no sense.
     """
-    return ReceiverLink(attach(path, "receiver", rank, timeout))
+    return ReceiverLink(attach(path, "receiver", rank, "", timeout))

@@ -18,7 +18,7 @@ import attrs
 from kvpd.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from kvpd.link import LINK_VERSION, Attach, Attached, DaemonFrame, DaemonFrameReader, Rejected, encode_frame
 
-REGIONS_MAX: Final = 253  # descriptors that one message of a Unix socket can carry
+DESCRIPTORS_MAX: Final = 253  # that one message of a Unix socket can carry
 SEND_TIMEOUT_S: Final = 30
 _RECEIVE_BYTES = 65536
 
@@ -52,7 +52,7 @@ def _connect(connection: socket.socket, where: Path, timeout_s: float) -> None:
         raise TimeoutError from exc
 
 
-def attach(path: str | os.PathLike[str], role: Role, rank: int, timeout_s: float) -> Attachment:
+def attach(path: str | os.PathLike[str], role: Role, rank: int, group: str, timeout_s: float) -> Attachment:
     """Connect, greet and map the region of our rank.
 
     Raises:
@@ -70,7 +70,7 @@ def attach(path: str | os.PathLike[str], role: Role, rank: int, timeout_s: float
         try:
             _connect(connection, where, timeout_s)
             connection.settimeout(timeout_s)
-            connection.sendall(encode_frame(Attach(LINK_VERSION, role, rank)))
+            connection.sendall(encode_frame(Attach(LINK_VERSION, role, rank, group)))
             frames = _first_frames(connection, where, reader, descriptors, deadline)
         except TimeoutError as exc:
             raise TransportError(f"the daemon at {where} did not answer within {timeout_s:g} s") from exc
@@ -96,7 +96,7 @@ def _first_frames(
     while True:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         data, received, flags, _ = socket.recv_fds(
-            connection, _RECEIVE_BYTES, REGIONS_MAX, flags=socket.MSG_CMSG_CLOEXEC
+            connection, _RECEIVE_BYTES, DESCRIPTORS_MAX, flags=socket.MSG_CMSG_CLOEXEC
         )
         descriptors += received
         if not data:
@@ -136,9 +136,11 @@ def _mapped(attached: Attached, descriptors: list[int], where: Path, rank: int, 
         if region.rank == rank:
             # Beyond the end of the file a mapping exists, and kills who touches it.
             size = os.fstat(descriptor).st_size
-            if size < region.length:
-                raise RemoteProtocolError(f"a region of {region.length} bytes from {where} in a file of {size}")
+            if region.offset % mmap.ALLOCATIONGRANULARITY or not 0 <= region.offset <= size - region.length:
+                raise RemoteProtocolError(
+                    f"a region of {region.length} bytes at {region.offset} from {where} in a file of {size}"
+                )
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            return mmap.mmap(descriptor, region.length, access=access)
+            return mmap.mmap(descriptor, region.length, access=access, offset=region.offset)
     ranks = [region.rank for region in attached.regions]
     raise LocalProtocolError(f"the daemon at {where} has no region for rank {rank}, only for {ranks}")

@@ -43,6 +43,7 @@ def _socket_of(role: Role) -> Any:
 _TRANSPORT = "what moves the bytes"
 _UCX_LIBRARY = "path of libucp, or auto: the libucx wheel, then the system's"
 _UCX_TLS = "UCX's own list of transports, such as tcp or rc,cma; empty: UCX chooses"
+_RANKS = "tensor-parallel ranks of the engine, each with memory of its own; the same on both sides"
 _LAYOUT = "what the bytes of a chunk mean, in words of your own; sender and receiver must say the same"
 
 
@@ -54,11 +55,16 @@ class ReceiverConfig:
     control_address: str = _setting(Address(), "127.0.0.1:7300", "where senders' messages are taken; port 0: any")
     advertise_address: str = _setting(Address(peer=True, word=""), "", "how senders reach it, where that differs")
     engine_socket: str = _setting(SocketPath(), _socket_of("receiver"), "where the decode engine connects")
-    buffer_size: int = _setting(Size(), 0, "bytes of chunk memory, rounded down to whole chunks; must be set")
+    buffer_size: int = _setting(
+        Size(), 0, "bytes of chunk memory of each rank, rounded down to whole chunks; must be set"
+    )
+    ranks: int = _setting(Count(1, 64), 1, _RANKS)
     buffer_device: str = _setting(
         Choice(("cpu",), remark=" (memory on a GPU is not supported)"), "cpu", "where that memory is; only cpu so far"
     )
-    chunk_bytes: int = _setting(Size(), 0, "bytes of a full chunk, all layers of chunk_tokens tokens; must be set")
+    chunk_bytes: int = _setting(
+        Size(), 0, "bytes of a full chunk in one rank, all layers of chunk_tokens tokens; must be set"
+    )
     chunk_tokens: int = _setting(Count(1, 1 << 20), 256, "tokens in a full chunk")
     layout: str = _setting(Text(4096), "", _LAYOUT)
     max_prefill_tokens: int = _setting(Count(0, 1 << 40), 0, "longest prompt the buffer must hold; 0: not checked")
@@ -92,7 +98,10 @@ class SenderConfig:
 
     name: str = _setting(Name(), attrs.Factory(lambda: default_name("sender")), "who it is, to peers and in logs")
     engine_socket: str = _setting(SocketPath(), _socket_of("sender"), "where the prefill engine connects")
-    staging_size: int = _setting(Size(), 0, "bytes of chunk memory, rounded down to whole chunks; must be set")
+    staging_size: int = _setting(
+        Size(), 0, "bytes of chunk memory of each rank, rounded down to whole chunks; must be set"
+    )
+    ranks: int = _setting(Count(1, 64), 1, _RANKS)
     chunk_bytes: int = _setting(Size(), 0, "bytes of a full chunk, the same as its receivers'; must be set")
     layout: str = _setting(Text(4096), "", _LAYOUT)
     proxy_address: str = _setting(

@@ -44,6 +44,7 @@ class ReportName(enum.StrEnum):
     CLAIM_OVERDUE = "claim_overdue"
     # the sender, per transfer
     TRANSFER_OPENED = "transfer_opened"
+    TRANSFER_JOINED = "transfer_joined"
     ADMISSION_GRANTED = "admission_granted"
     BATCH_STAGED = "batch_staged"
     PIECE_WRITTEN = "piece_written"

@@ -48,7 +48,7 @@ class HostIdentity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One rank's buffer as a sender's endpoint needs it. An rkey is a write capability: never log it."""
+    """One rank's window of a receiver's memory. An rkey is a write capability: never log it."""
 
     rank: Annotated[int, Meta(ge=0, lt=4096)]
     worker_address: Annotated[bytes, Meta(max_length=65536)]

@@ -1,4 +1,4 @@
-"""A daemon's chunk memory: a sealed memfd that engines map too.
+"""A daemon's chunk memory: a sealed memfd that engines map too, with a window for each rank of an engine.
 
 Nobody can resize it under another's feet, it has no name that could be left behind, and it goes with its last holder.
 It is faulted in before the daemon says that it is ready: a first touch during a transfer would cost its time.
@@ -25,20 +25,27 @@ _PROGRESS_S: Final = 2.0
 
 
 class Buffer:
-    """`slots` places of `chunk_bytes` bytes. A context manager: leaving unmaps and closes."""
+    """For each of `ranks` ranks `slots` places of `chunk_bytes` bytes. A context manager: leaving unmaps and closes.
 
-    def __init__(self, name: str, slots: int, chunk_bytes: int, *, engines_may_write: bool) -> None:
+    `length` is what one rank's places take, `window_bytes` from where one rank's begin to where the next one's do, and
+    `total_bytes` all of it.
+    """
+
+    def __init__(self, name: str, slots: int, chunk_bytes: int, *, engines_may_write: bool, ranks: int = 1) -> None:
         self.slots = slots
         self.chunk_bytes = chunk_bytes
         self.length = slots * chunk_bytes
+        # An engine maps its own window alone, which must begin at a page.
+        self.window_bytes = self.length if ranks == 1 else -(-self.length // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.total_bytes = ranks * self.window_bytes
         self.descriptor = os.memfd_create(f"kvpd-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.descriptor, self.length)
-            self.memory = mmap.mmap(self.descriptor, self.length)
+            os.ftruncate(self.descriptor, self.total_bytes)
+            self.memory = mmap.mmap(self.descriptor, self.total_bytes)
         except (OSError, ValueError, OverflowError) as exc:
             os.close(self.descriptor)
             raise ConfigError(
-                [f"{self.length} bytes of chunk memory cannot be had ({exc}); set a smaller size"]
+                [f"{self.total_bytes} bytes of chunk memory cannot be had ({exc}); set a smaller size"]
             ) from exc
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         if not engines_may_write:
@@ -54,23 +61,27 @@ class Buffer:
             ConfigError: the machine has not that much memory.
         """
         told_at = time.monotonic()
-        for start in range(0, self.length, _SLICE_BYTES):
-            end = min(start + _SLICE_BYTES, self.length)
+        for start in range(0, self.total_bytes, _SLICE_BYTES):
+            end = min(start + _SLICE_BYTES, self.total_bytes)
             try:
                 self.memory.madvise(_MADV_POPULATE_WRITE, start, end - start)
             except OSError as exc:
-                detail = f"after {start} of {self.length} bytes of chunk memory the machine had no more ({exc})"
+                detail = f"after {start} of {self.total_bytes} bytes of chunk memory the machine had no more ({exc})"
                 raise ConfigError([f"{detail}; set a smaller size, or raise the container's memory limit"]) from exc
             await trio.lowlevel.checkpoint()
             if time.monotonic() - told_at >= _PROGRESS_S:
                 told_at = time.monotonic()
                 on_progress(end)
 
-    def slot(self, index: int, length: int) -> memoryview:
-        """The first `length` bytes of slot `index`."""
+    def offset(self, index: int, rank: int) -> int:
+        """Where slot `index` of this rank begins, in bytes."""
+        return rank * self.window_bytes + index * self.chunk_bytes
+
+    def slot(self, index: int, length: int, rank: int = 0) -> memoryview:
+        """The first `length` bytes of slot `index` of this rank."""
         assert 0 <= index < self.slots, f"slot {index} of {self.slots}"
         assert 0 < length <= self.chunk_bytes, f"{length} of {self.chunk_bytes} bytes"
-        start = index * self.chunk_bytes
+        start = self.offset(index, rank)
         return self._view[start : start + length]
 
     def __enter__(self) -> Self:

@@ -11,12 +11,13 @@ import math
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
 import attrs
+import msgspec
 import trio
 
 from kvpd.config import ensure_socket_folder
@@ -58,11 +59,11 @@ EngineFactory = Callable[["Connection", Attach], Engine]
 
 @attrs.frozen
 class Memory:
-    """What an engine is told and given when it attaches."""
+    """What an engine is told and given when it attaches: of `attached`, only its own rank's region."""
 
     role: str
     attached: Attached
-    descriptors: Sequence[int]
+    descriptor: int  # of the one file that all regions are in
 
 
 class Connection:
@@ -270,10 +271,11 @@ class EngineServer:
             raise RemoteProtocolError(f"the engine's link version is {frame.version}, this daemon's {LINK_VERSION}")
         if frame.role != memory.role:
             raise RemoteProtocolError(f"the engine wants a {frame.role}, this is a {memory.role}")
-        if frame.rank >= len(memory.descriptors):
-            raise RemoteProtocolError(f"rank {frame.rank}; this daemon has {len(memory.descriptors)} regions")
-        data = encode_frame(memory.attached)
-        fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(fd.to_bytes(4, "little") for fd in memory.descriptors))]
+        regions = memory.attached.regions
+        if frame.rank >= len(regions):
+            raise RemoteProtocolError(f"rank {frame.rank}, and this daemon has ranks = {len(regions)}: set it higher")
+        data = encode_frame(msgspec.structs.replace(memory.attached, regions=(regions[frame.rank],)))
+        fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, memory.descriptor.to_bytes(4, "little"))]
         try:
             sent = await stream.socket.sendmsg([data], fds)
         except OSError as exc:

@@ -52,11 +52,13 @@ class Outgoing(Protocol):
 
 
 class PrefillEngine:
-    """One prefill engine's connection to a sender."""
+    """The connection of a prefill engine, or of one of its ranks, to a sender."""
 
-    def __init__(self, sender: Sender, out: Outgoing, _attach: Attach) -> None:
+    def __init__(self, sender: Sender, out: Outgoing, attach: Attach) -> None:
         self._sender = sender
         self._out = out
+        self._rank, self._group = attach.rank, attach.group
+        self._name = "the engine" if sender.config.ranks == 1 else f"the engine of rank {attach.rank}"
         self._number = sender.new_engine()
         self._transfers: dict[int, _Sink] = {}  # by the engine's number, until it closes them
 
@@ -73,7 +75,7 @@ class PrefillEngine:
             case Touch(transfer):
                 feed(sev.TransferTouched(self._of(transfer)))
             case Cancel(transfer):
-                feed(sev.CancelRequested(self._of(transfer), ErrorCode.CANCELLED, "cancelled by the engine"))
+                feed(sev.CancelRequested(self._of(transfer), ErrorCode.CANCELLED, f"cancelled by {self._name}"))
             case Close(transfer):
                 feed(sev.EngineLetGo(self._of(transfer)))
                 del self._transfers[transfer]
@@ -92,7 +94,14 @@ class PrefillEngine:
         sink = self._transfers[frame.transfer] = _Sink(frame.transfer, self._out)
         try:
             sink.number = self._sender.open_for(
-                sink, self._number, frame.req_id, frame.receiver, frame.total_chunks, frame.notify
+                sink,
+                self._number,
+                frame.req_id,
+                frame.receiver,
+                frame.total_chunks,
+                frame.notify,
+                rank=self._rank,
+                group=self._group,
             )
         except LocalProtocolError as exc:
             self._out.send(Ended(frame.transfer, LinkError(ErrorCode.PROTOCOL_ERROR, str(exc)[:4096])))
@@ -106,7 +115,7 @@ class PrefillEngine:
     def closed(self) -> None:
         """See `engine_link.Engine`. What it was sending is rolled back."""
         for sink in self._transfers.values():
-            detail = "the engine's connection ended"
+            detail = f"{self._name}'s connection ended"
             self._sender.feed(sev.CancelRequested(sink.number, ErrorCode.CANCELLED, detail))
         if not self.holds_memory:
             self.died()
@@ -143,7 +152,7 @@ class _Sink:
 
 
 class DecodeEngine:
-    """One decode engine's connection to a receiver."""
+    """The connection of a decode engine, or of one of its ranks, to a receiver."""
 
     def __init__(self, receiver: Receiver, out: Outgoing, attach: Attach) -> None:
         self._receiver = receiver

@@ -109,10 +109,12 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
         config = self.config
         async with AsyncExitStack() as stack:
             slots = self.core.settings.total_slots
-            self.buffer = stack.enter_context(Buffer(config.name, slots, config.chunk_bytes, engines_may_write=False))
+            self.buffer = stack.enter_context(
+                Buffer(config.name, slots, config.chunk_bytes, engines_may_write=False, ranks=config.ranks)
+            )
             if self.buffer.length != config.buffer_size:
                 log.info("buffer_rounded_down", buffer_size=config.buffer_size, used=self.buffer.length, slots=slots)
-            await self.buffer.fault_in(lambda done: log.info("memory_prepared", bytes=done, of=self.buffer.length))
+            await self.buffer.fault_in(lambda done: log.info("memory_prepared", bytes=done, of=self.buffer.total_bytes))
             control = self._control_given
             if control is None:
                 control = await stack.enter_async_context(open_zmq_control())
@@ -230,14 +232,22 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
             # What cannot be watched can never be fenced: nothing may be written through it.
             self.feed(ev.SessionFailed(session_no, f"the sender's process cannot be watched: {exc}"))
             return
-        region = Region(0, target.worker_address, target.base_address, target.length, target.rkey)
-        self.feed(ev.SessionOpened(session_no, (region,)))
+        self.feed(ev.SessionOpened(session_no, self._regions(target)))
         if process is not None:
             await self._watch_process(session_no, pidfd)
 
+    def _regions(self, target: Target) -> tuple[Region, ...]:
+        """Each rank's window of the one memory that the target reaches."""
+        size = self.buffer.window_bytes
+        return tuple(
+            Region(rank, target.worker_address, target.base_address + rank * size, size, target.rkey)
+            for rank in range(self.config.ranks)
+        )
+
     async def _verify(self, action: ev.VerifyChunks) -> None:
         """Compare what landed with what was sent. If the transfer ends meanwhile, the answer counts for nothing."""
-        views = [self.buffer.slot(chunk.index, chunk.length) for chunk in action.chunks]
+        rank = action.message.rank
+        views = [self.buffer.slot(chunk.index, chunk.length, rank) for chunk in action.chunks]
         found = await checksums_of(views, self.core.settings.verify)
         mismatched = sum(checksum != chunk.checksum for checksum, chunk in zip(found, action.chunks, strict=True))
         self.feed(ev.ChunksVerified(action.transfer, action.message, mismatched))
@@ -269,7 +279,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
     async def claim(
         self, req_id: str, *, timeout_s: float, rank: int = 0, sender_id: str | None = None
     ) -> AsyncIterator[Sequence[Chunk]]:
-        """The chunks of `req_id`, in request order, once all have landed; leaving releases them.
+        """The chunks that `rank` has of `req_id`, in request order, once all have landed; leaving releases them.
 
         Raises:
             TransferError: it failed, was revoked, claimed before, ambiguous, or not complete within `timeout_s`.
@@ -288,7 +298,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
             if isinstance(answer, ev.RefuseClaim):
                 raise answer.error
             chunks += [
-                Chunk(slot.key, slot.index, self.buffer.slot(slot.index, slot.length).toreadonly())
+                Chunk(slot.key, slot.index, self.buffer.slot(slot.index, slot.length, rank).toreadonly())
                 for slot in answer.chunks
             ]
             yield chunks
@@ -344,6 +354,7 @@ def _settings(config: ReceiverConfig, slots: int, host: HostIdentity) -> Receive
         total_slots=slots,
         chunk_bytes=config.chunk_bytes,
         layout=config.layout,
+        ranks=config.ranks,
         host=host,
         allocation_timeout_s=config.allocation_timeout_s,
         queue_depth_max=config.queue_depth_max,

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
+import attrs
 import trio
 
 from kvpd.config import SenderConfig, validate
@@ -60,6 +61,14 @@ class TransferSink(Protocol):
     def ended(self, error: TransferError | None) -> None: ...
 
 
+@attrs.frozen
+class _Way:
+    """A session's endpoint, and where each rank's window begins in the memory that it reaches."""
+
+    endpoint: Endpoint
+    rank_offsets: tuple[int, ...]
+
+
 class Sender(Lifetime[ev.SenderEvent]):
     """One sender. An async context manager: entering makes it ready, leaving ends everything it runs.
 
@@ -96,7 +105,7 @@ class Sender(Lifetime[ev.SenderEvent]):
         self._sinks: dict[int, TransferSink] = {}
         self._channels: dict[str, Channel] = {}
         self._channel_numbers = itertools.count(1)
-        self._endpoints: dict[int, Endpoint | None] = {}  # None: being made
+        self._endpoints: dict[int, _Way | None] = {}  # None: being made
         self._transfer_numbers = itertools.count(1)
         self._engine_numbers = itertools.count(1)
         self._own_engine = self.new_engine()
@@ -109,10 +118,12 @@ class Sender(Lifetime[ev.SenderEvent]):
         config, settings = self.config, self.core.settings
         async with AsyncExitStack() as stack:
             slots = settings.staging_slots
-            self.buffer = stack.enter_context(Buffer(config.name, slots, config.chunk_bytes, engines_may_write=True))
+            self.buffer = stack.enter_context(
+                Buffer(config.name, slots, config.chunk_bytes, engines_may_write=True, ranks=config.ranks)
+            )
             if self.buffer.length != config.staging_size:
                 log.info("staging_rounded_down", staging_size=config.staging_size, used=self.buffer.length, slots=slots)
-            await self.buffer.fault_in(lambda done: log.info("memory_prepared", bytes=done, of=self.buffer.length))
+            await self.buffer.fault_in(lambda done: log.info("memory_prepared", bytes=done, of=self.buffer.total_bytes))
             control = self._control_given
             if control is None:
                 control = await stack.enter_async_context(open_zmq_control())
@@ -140,9 +151,9 @@ class Sender(Lifetime[ev.SenderEvent]):
         for sink in self._sinks.values():
             sink.ended(TransferCancelled(ErrorCode.CANCELLED, "the sender was closed"))
         self._sinks.clear()
-        for endpoint in self._endpoints.values():
-            if endpoint is not None:
-                endpoint.force_close()
+        for way in self._endpoints.values():
+            if way is not None:
+                way.endpoint.force_close()
         self._nursery.cancel_scope.cancel()
 
     def _identity(self) -> bytes:
@@ -159,8 +170,8 @@ class Sender(Lifetime[ev.SenderEvent]):
 
     def _show_levels(self) -> None:
         self.metrics.sessions.set(self.core.peer_count)
-        endpoints = list(self._endpoints.values())  # at once: another thread than the loop's may ask
-        in_flight = sum(endpoint.in_flight_bytes for endpoint in endpoints if endpoint is not None)
+        ways = list(self._endpoints.values())  # at once: another thread than the loop's may ask
+        in_flight = sum(way.endpoint.in_flight_bytes for way in ways if way is not None)
         self.metrics.in_flight_bytes.set(in_flight)
 
     def _perform(self, action: ev.SenderAction) -> None:
@@ -194,26 +205,30 @@ class Sender(Lifetime[ev.SenderEvent]):
                 self._endpoints[endpoint_no] = None
                 self._nursery.start_soon(self._open_endpoint, receiver, endpoint_no, regions)
             case ev.CloseEndpoint(_, endpoint_no):
-                endpoint = self._endpoints.pop(endpoint_no)
-                if endpoint is not None:
-                    endpoint.force_close()
+                way = self._endpoints.pop(endpoint_no)
+                if way is not None:
+                    way.endpoint.force_close()
             case Report():
                 self._reports.tell(action)
 
     def _post(self, action: ev.PostPuts) -> None:
         """Put a piece through the endpoint that its own session opened, never one looked up by address."""
-        endpoint = self._endpoints.get(action.endpoint)
-        size = self.config.chunk_bytes
-        puts = [Put(put.local * size, put.remote * size, put.length) for put in action.puts]
+        way, rank, buffer = self._endpoints.get(action.endpoint), action.rank, self.buffer
         try:
-            if endpoint is None or action.transfer_no not in self._requests:
+            if way is None or action.transfer_no not in self._requests:
                 raise TransportError("the endpoint is closed")
-            batch = endpoint.post(puts)
+            there = way.rank_offsets[rank]
+            batch = way.endpoint.post(
+                [
+                    Put(buffer.offset(put.local, rank), there + put.remote * buffer.chunk_bytes, put.length)
+                    for put in action.puts
+                ]
+            )
         except TransportError as exc:
             self.feed(ev.PutsFailed(action.transfer_no, action.piece, str(exc)))
         else:
-            chunks = [] if action.verify == "off" else [self.buffer.slot(put.local, put.length) for put in action.puts]
-            self._requests[action.transfer_no].post(action.piece, endpoint, batch, chunks, action.verify)
+            chunks = [] if action.verify == "off" else [buffer.slot(put.local, put.length, rank) for put in action.puts]
+            self._requests[action.transfer_no].post(action.piece, way.endpoint, batch, chunks, action.verify)
 
     def _finish(self, number: int, error: TransferError | None) -> None:
         request = self._requests.get(number)
@@ -247,12 +262,13 @@ class Sender(Lifetime[ev.SenderEvent]):
             self.feed(ev.ProxyAcknowledged(proxy, message.sender_incarnation, message.message_id))
 
     async def _open_endpoint(self, receiver: str, endpoint_no: int, regions: tuple[Region, ...]) -> None:
-        region = regions[0]
+        first = regions[0]  # of one piece of memory, as the core has made sure
 
         def on_broken(detail: str) -> None:
             self.feed(ev.EndpointBroken(receiver, endpoint_no, detail))
 
-        remote = RemoteRegion(region.worker_address, region.base_address, region.length, region.rkey)
+        length = sum(region.length for region in regions)
+        remote = RemoteRegion(first.worker_address, first.base_address, length, first.rkey)
         try:
             endpoint = await self._plane.connect(remote, on_broken)
         except TransportError as exc:
@@ -261,7 +277,8 @@ class Sender(Lifetime[ev.SenderEvent]):
         if endpoint_no not in self._endpoints:  # the session ended meanwhile
             endpoint.force_close()
             return
-        self._endpoints[endpoint_no] = endpoint
+        offsets = tuple(region.base_address - first.base_address for region in regions)
+        self._endpoints[endpoint_no] = _Way(endpoint, offsets)
         log.info("endpoint_opened", peer=receiver, transports=",".join(sorted(endpoint.transports)))
         self.feed(ev.EndpointOpened(receiver, endpoint_no))
 
@@ -278,9 +295,18 @@ class Sender(Lifetime[ev.SenderEvent]):
         return next(self._engine_numbers)
 
     def open_for(
-        self, sink: TransferSink, engine: int, req_id: str, receiver: str, total_chunks: int, notify: str | None = None
+        self,
+        sink: TransferSink,
+        engine: int,
+        req_id: str,
+        receiver: str,
+        total_chunks: int,
+        notify: str | None = None,
+        *,
+        rank: int = 0,
+        group: str = "",
     ) -> int:
-        """Open a transfer whose events go to `sink`: its number. A refusal comes as `sink.ended`.
+        """Open a transfer, or join another rank's, whose events go to `sink`: its number. A refusal comes as an end.
 
         Raises:
             LocalProtocolError: `receiver` or `notify` is no address, or the sender does not run.
@@ -292,7 +318,11 @@ class Sender(Lifetime[ev.SenderEvent]):
         self._sinks[number] = sink
         request = self._requests[number] = Request(number, self.feed, self.core.settings.staging_slots)
         self._nursery.start_soon(self._run_request, request)
-        self.feed(ev.OpenRequested(number, engine, req_id, receiver_address, total_chunks, notify_address))
+        self.feed(
+            ev.OpenRequested(
+                number, engine, req_id, receiver_address, total_chunks, notify_address, rank=rank, group=group
+            )
+        )
         if number not in self._sinks:  # refused at once: there will be no puts to wait for
             request.finish()
         return number
@@ -303,9 +333,11 @@ class Sender(Lifetime[ev.SenderEvent]):
 
     @asynccontextmanager
     async def open(
-        self, req_id: str, *, receiver: str, total_chunks: int, notify: str | None = None
+        self, req_id: str, *, receiver: str, total_chunks: int, notify: str | None = None, rank: int = 0
     ) -> AsyncIterator[Transfer]:
         """A transfer of `total_chunks` chunks to `receiver`. Never waits itself; staging waits for admission.
+
+        Where the sender has several ranks, each opens the request by itself, in any order, and stages the same batches.
 
         Leaving normally waits until everything has landed, the receiver has acknowledged it and the proxy is told.
         Leaving by an exception or a cancellation cancels the transfer.
@@ -315,8 +347,8 @@ class Sender(Lifetime[ev.SenderEvent]):
             TransferError: refused, failed, revoked or cancelled; raised by the first `stage` or on leaving.
         """
         self._check_running()
-        transfer = Transfer(self.buffer, self.feed, total_chunks)
-        transfer.number = self.open_for(transfer, self._own_engine, req_id, receiver, total_chunks, notify)
+        transfer = Transfer(self.buffer, rank, self.feed, total_chunks)
+        transfer.number = self.open_for(transfer, self._own_engine, req_id, receiver, total_chunks, notify, rank=rank)
         try:
             yield transfer
             transfer.check_staged()
@@ -343,6 +375,7 @@ def _settings(config: SenderConfig, slots: int, host: HostIdentity) -> SenderSet
         staging_slots=slots,
         chunk_bytes=config.chunk_bytes,
         layout=config.layout,
+        ranks=config.ranks,
         host=host,
         proxy_address=(config.proxy_address or None) if config.notify_proxy else None,
         notify_is_acknowledged=config.notify == "ack",

@@ -86,19 +86,19 @@ def _addresses(daemon: Receiver | Sender, engine_socket: str, server: MetricsSer
 
 
 def _engine_server(listener: trio.SocketListener, daemon: Receiver | Sender) -> EngineServer:
-    config = daemon.config
+    config, buffer = daemon.config, daemon.buffer
     attached = Attached(
         LINK_VERSION,
         name=config.name,
         chunk_bytes=config.chunk_bytes,
         chunk_tokens=config.chunk_tokens if isinstance(config, ReceiverConfig) else 0,
-        regions=(RegionInfo(0, daemon.buffer.length),),
+        regions=tuple(RegionInfo(rank, buffer.length, offset=buffer.offset(0, rank)) for rank in range(config.ranks)),
         layout=config.layout,
     )
     if isinstance(daemon, Receiver):
-        memory = Memory("receiver", attached, [daemon.buffer.descriptor])
+        memory = Memory("receiver", attached, buffer.descriptor)
         return EngineServer(listener, memory, functools.partial(DecodeEngine, daemon), daemon.metrics.engines.set)
-    memory = Memory("sender", attached, [daemon.buffer.descriptor])
+    memory = Memory("sender", attached, buffer.descriptor)
     return EngineServer(listener, memory, functools.partial(PrefillEngine, daemon), daemon.metrics.engines.set)
 
 

@@ -22,11 +22,12 @@ Grant = ev.GrantPiece | ev.DeferStage
 
 
 class Transfer:
-    """One transfer of an embedding program; made by `Sender.open`."""
+    """One transfer of an embedding program, or one rank's part in it; made by `Sender.open`."""
 
-    def __init__(self, buffer: Buffer, feed: Callable[[ev.SenderEvent], None], total_chunks: int) -> None:
+    def __init__(self, buffer: Buffer, rank: int, feed: Callable[[ev.SenderEvent], None], total_chunks: int) -> None:
         self.number = -1
         self._buffer = buffer
+        self._rank = rank
         self._feed = feed
         self._total_chunks = total_chunks
         self._staged_chunks = 0
@@ -151,7 +152,7 @@ class _Filler:
         self._position += 1
         if entry is None:
             return None
-        view = self._transfer._buffer.slot(entry.local, entry.length)
+        view = self._transfer._buffer.slot(entry.local, entry.length, self._transfer._rank)
         self._views.append(view)
         return view
 

@@ -337,8 +337,8 @@ def name_sender_ids(core: ExploredSender, actions: list[Any]) -> dict[int, int]:
                 name = 0
             case AllocRequest(transfer_no=number, open=is_open, keys=keys, first_chunk=first):
                 name = _id(2 if keys else 1 if is_open else 3, number, first)
-            case WriteDone(transfer_no=number, first_chunk=first):
-                name = _id(4, number, first)
+            case WriteDone(transfer_no=number, rank=rank, first_chunk=first):
+                name = _id(8 + rank, number, first)
             case CancelNotif(transfer_no=number):
                 name = _id(5, number)
             case Heartbeat():
@@ -354,6 +354,7 @@ def name_sender_ids(core: ExploredSender, actions: list[Any]) -> dict[int, int]:
 def _id(kind: int, transfer_no: int = 0, first_chunk: int = 0) -> int:
     assert transfer_no < 16, "more transfers than the search has names for"
     assert first_chunk < 16, "more chunks than the search has names for"
+    assert kind < 16, "more ranks than the search has names for"
     return (kind * 16 + transfer_no) * 16 + first_chunk
 
 

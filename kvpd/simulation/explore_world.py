@@ -133,9 +133,8 @@ class World:
         for number, sender in enumerate(state.senders):
             sender_core = self.sender_cores.entries[sender].core
             states = ", ".join(f"{t.number} is {t.state.value}" for t in sender_core._transfers.values())
-            staging = sender_core.staging
-            held = f"{staging.total_slots - staging.free_count} of {staging.total_slots} staging slots held"
-            parts.append(f"s{number}: transfers {states or 'none'}; {held}")
+            held = ", ".join(f"{one.total_slots - one.free_count} of {one.total_slots}" for one in sender_core.staging)
+            parts.append(f"s{number}: transfers {states or 'none'}; {held} staging slots held")
         return "; ".join(parts)
 
 

@@ -202,7 +202,7 @@ class SenderChecks:
         sizes = {
             "transfers_max": (sum(t.is_live for t in core._transfers.values()), settings.transfers_max),
             "peers_max": (core.peer_count, settings.peers_max),
-            "stages_max": (max((len(t.batches) for t in core._transfers.values()), default=0), settings.stages_max),
+            "stages_max": (max((len(s.stages) for s in core._shares.values()), default=0), settings.stages_max),
             "notifications_max": (
                 max((len(q.pending) for q in queues.values()), default=0),
                 settings.notifications_max,
@@ -234,7 +234,8 @@ class SenderChecks:
         core.audit()
         if not core.is_clean or core._lingering or self._sender.requests:
             states = ", ".join(f"{t.number} is {t.state.value}" for t in core._transfers.values())
-            detail = f"{name}: {core.staging.free_count} of {core.staging.total_slots} staging slots are free; {states}"
+            free = ", ".join(f"{staging.free_count} of {staging.total_slots}" for staging in core.staging)
+            detail = f"{name}: {free} staging slots are free; {states}"
             pending = f"{core.notifications_pending} notifications wait, {len(core._lingering)} transfers linger"
             raise Violation(Rule.QUIET_MEANS_CLEAN, f"{detail}; {pending}")
         if self._opened:

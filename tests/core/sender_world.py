@@ -122,7 +122,7 @@ class SenderWorld:
     @property
     def free(self) -> int:
         """Staging slots that nobody holds."""
-        return self.core.staging.free_count
+        return self.core.staging[0].free_count
 
 
 @attrs.define

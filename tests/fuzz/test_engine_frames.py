@@ -162,7 +162,7 @@ async def play(script: list[Say | Wait | Leave]) -> None:
                     crowd.leave(is_prefill, number)
             crowd.bury()
             await world.until_clean(sender, receiver)
-            assert sender.core.staging.free_count == STAGING
+            assert sender.core.staging[0].free_count == STAGING
 
 
 @settings(

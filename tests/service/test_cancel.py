@@ -73,7 +73,7 @@ async def test_while_its_slots_are_being_filled(world: World, how: str) -> None:
                 assert slot is not None
                 cancel(how, sender, receiver, moving)
                 await world.until(receiver, lambda: receiver.core.is_clean)
-                assert sender.core.staging.free_count == 1, "the engine may still be writing"
+                assert sender.core.staging[0].free_count == 1, "the engine may still be writing"
                 await fill(slots, VICTIM, first=1)
         await world.until_clean(sender, receiver)
         await transfer(sender, receiver, Request("next", ALL_SLOTS))
@@ -274,7 +274,7 @@ async def test_a_storm_of_cancels_is_over_in_one_put_deadline(memory_world: Worl
         async with trio.open_nursery() as nursery:
             for number in range(200):
                 nursery.start_soon(one, number)
-            await world.until(sender, lambda: sender.core.staging.free_count == 0)
+            await world.until(sender, lambda: sender.core.staging[0].free_count == 0)
             await trio.sleep(0.1)
             begun = trio.current_time()
             for number in range(200):

@@ -102,7 +102,7 @@ async def test_staging_that_an_engine_was_filling_comes_back_at_its_death(tmp_pa
     """And the receiver's room at once: nothing was put, so nothing can land."""
     async with open_rig(tmp_path, staging=4) as rig:
         async with engine_process(FILL_A_SLOT, str(rig.sender_socket), rig.receiver.address) as engine:
-            assert rig.sender.core.staging.free_count == 2
+            assert rig.sender.core.staging[0].free_count == 2
             await engine.kill()
             await rig.world.until_clean(rig.sender, rig.receiver)
         await rig.transfer(Request("next", 10))
@@ -116,7 +116,7 @@ async def test_a_closed_socket_alone_returns_no_staging(tmp_path: Path) -> None:
     ):
         await rig.world.until(rig.receiver, lambda: rig.receiver.core.is_clean)
         await rig.transfer(Request("meanwhile", 10, batch=2))
-        assert rig.sender.core.staging.free_count == 2
+        assert rig.sender.core.staging[0].free_count == 2
         await engine.kill()
         await rig.world.until_clean(rig.sender, rig.receiver)
 

@@ -177,7 +177,7 @@ async def test_an_early_stage_that_finds_no_staging_is_granted_when_the_first_is
             moving.stage(first) as early,
             moving.stage(second, last=True) as late,
         ):
-            await world.until(sender, lambda: sender.core.staging.free_count == 0)
+            await world.until(sender, lambda: sender.core.staging[0].free_count == 0)
             await trio.sleep(1)  # the answer to the second is here too, and finds no staging
             await fill(early, request)
             await fill(late, request, first=4)

@@ -18,6 +18,7 @@ from kvpd.core.receiver.transfers import TransferBook
 from kvpd.core.sender import SenderCore
 from kvpd.core.sender import events as sev
 from kvpd.core.sender.notifier import Notifier
+from kvpd.core.sender.records import Share
 from kvpd.core.sender.records import Transfer as SenderTransfer
 from kvpd.errors import ErrorCode, transfer_error
 from kvpd.simulation.rules import Rule
@@ -122,11 +123,11 @@ def _staging_first(patch: Patch) -> None:
     """Staging is taken before there is remote room."""
     stage = SenderCore._stage
 
-    def wrong(self: SenderCore, transfer: SenderTransfer, event: sev.StageRequested, now: float) -> None:
-        stage(self, transfer, event, now)
-        if (batch := transfer.batches.get(event.stage)) is not None:
-            batch.remote_indexes = tuple(range(len(batch.keys)))
-            self._stage_next(transfer, now)
+    def wrong(self: SenderCore, share: Share, event: sev.StageRequested, now: float) -> None:
+        stage(self, share, event, now)
+        if (asked := share.stages.get(event.stage)) is not None:
+            asked.batch.remote_indexes = tuple(range(len(asked.batch.keys)))
+            self._stage_next(share, now)
 
     patch.setattr(SenderCore, "_stage", wrong)
 

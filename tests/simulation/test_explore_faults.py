@@ -265,9 +265,9 @@ def believes_its_own_puts(patch: pytest.MonkeyPatch) -> None:
 
     def puts_completed(old: Any, self: Any, event: Any, now: float) -> None:
         old(self, event, now)
-        transfer = self._transfers.get(event.transfer_no)
-        if transfer is not None and transfer.is_live:
-            self._acknowledge(transfer, transfer.pieces[event.piece], now)
+        share = self._shares.get(event.transfer_no)
+        if share is not None and share.transfer.is_live:
+            self._acknowledge(share, share.pieces[event.piece], now)
 
     wrap(patch, Moving, "_puts_completed", puts_completed)
 
@@ -299,8 +299,9 @@ def forgets_staging_under_puts(patch: pytest.MonkeyPatch) -> None:
         was_live = transfer.is_live
         old(self, transfer, error)
         if was_live:
-            for piece in list(transfer.pieces.values()):
-                self._drop_piece(transfer, piece)
+            for share in transfer.shares.values():
+                for piece in list(share.pieces.values()):
+                    self._drop_piece(share, piece)
 
     wrap(patch, Ending, "_cancel", cancel)
 
@@ -325,6 +326,8 @@ def drains_without_waiting(patch: pytest.MonkeyPatch) -> None:
         was_live = transfer.is_live
         old(self, transfer, error)
         if was_live:
+            for share in transfer.shares.values():
+                self._free_share(share)
             self._tell_receiver(transfer, 0.0, drained=True)
 
     wrap(patch, Ending, "_cancel", cancel)
@@ -333,14 +336,14 @@ def drains_without_waiting(patch: pytest.MonkeyPatch) -> None:
 def lets_nothing_linger(patch: pytest.MonkeyPatch) -> None:
     """A piece without slots is taken for one that its engine still fills."""
 
-    def let_linger(self: Any, transfer: Any) -> None:
-        filling = [piece for piece in transfer.pieces.values() if piece.state is PieceState.FILLING]
+    def let_linger(self: Any, share: Any) -> None:
+        filling = [piece for piece in share.pieces.values() if piece.state is PieceState.FILLING]
         if filling:
             slots = [slot for piece in filling for slot in piece.staging_slots]
-            self._lingering[transfer.number] = slots
-            self.staging.linger(transfer.peer.receiver, slots)
+            self._lingering[share.number] = share.rank, slots
+            self.staging[share.rank].linger(share.transfer.peer.receiver, slots)
         for piece in filling:
-            del transfer.pieces[piece.number]
+            del share.pieces[piece.number]
 
     patch.setattr(Ending, "_let_linger", let_linger)
 

@@ -3,10 +3,12 @@
 base     the records, the deadlines, the way to send and to report
 ending   cancels, drains, ends, and the proxy's notification
 peers    sessions, leases, revocations
-moving   a request is opened, its batches allocated, staged, put and acknowledged
+opening  a request's transfer begins, other ranks join it, room is asked for
+moving   its batches are allocated, staged, put and acknowledged
 core     SenderCore: one event in, its actions out
 
-They share: records (peers, transfers, batches, pieces), staging (who gets slots next), notifier.
+They share: records (peers, transfers and what each rank does for them), joining (whose open belongs to which
+transfer), staging (who gets slots next), notifier.
 """
 
 from kvpd.core.sender.core import SenderCore

@@ -7,15 +7,16 @@ from typing import Literal
 from kvpd.core.events import Report, ReportName, TransferId
 from kvpd.core.messages import PROTOCOL_VERSION, FailNotif, Hello, PeerMessage
 from kvpd.core.sender import events as ev
+from kvpd.core.sender.joining import Joining
 from kvpd.core.sender.notifier import Notifier
-from kvpd.core.sender.records import Peer, Repeated, Transfer
+from kvpd.core.sender.records import Peer, Repeated, Share, Transfer
 from kvpd.core.sender.settings import SenderSettings
 from kvpd.core.sender.staging import Staging
 from kvpd.core.timers import Timers
 
 Deadline = (
     tuple[Literal["connect", "reconnect", "repeat", "heartbeat", "fence"], str]
-    | tuple[Literal["request"], int]
+    | tuple[Literal["request", "latecomers"], int]
     | tuple[Literal["notify"], None]
 )
 
@@ -25,11 +26,13 @@ class SenderBase:
 
     def __init__(self, settings: SenderSettings) -> None:
         self.settings = settings
-        self.staging = Staging(settings.staging_slots)
+        self.staging = tuple(Staging(settings.staging_slots) for _ in range(settings.ranks))  # by rank
         self._peers: dict[str, Peer] = {}
         self._transfers: dict[int, Transfer] = {}
-        # Slots that the engine of an ended transfer may still be filling: by transfer, until it lets go.
-        self._lingering: dict[int, list[int]] = {}
+        self._shares: dict[int, Share] = {}  # of these transfers, by their opens' numbers
+        self._joining = Joining(settings.ranks, settings.latecomers_max)
+        # Slots that the engine of an ended share may still be filling: their rank and themselves, until it lets go.
+        self._lingering: dict[int, tuple[int, list[int]]] = {}
         # Transfers of lost sessions whose puts have not ended, by receiver: until then no new session is opened.
         self._undrained: dict[str, int] = {}
         self._never_ended: set[str] = set()  # receivers to which a put may be in flight for ever

@@ -9,7 +9,7 @@ from kvpd.core.messages import Ack, AllocResponse, Message, PeerMessage, RevokeN
 from kvpd.core.sender import events as ev
 from kvpd.core.sender.events import SenderAction, SenderEvent
 from kvpd.core.sender.moving import Moving
-from kvpd.core.sender.records import Peer, PeerState
+from kvpd.core.sender.records import Peer, PeerState, Transfer
 from kvpd.errors import ErrorCode, transfer_error
 
 
@@ -58,7 +58,8 @@ class SenderCore(Moving):
         self._plan_reconnects(now)
         self._notify_failures(now)
         self._grant_waiting(now)
-        self.staging.check()
+        for staging in self.staging:
+            staging.check()
         actions, self._actions = self._actions, []
         return actions
 
@@ -67,9 +68,9 @@ class SenderCore(Moving):
         return self._timers.next_at()
 
     def is_filling(self, transfer_no: int) -> bool:
-        """Whether the engine of this transfer may be writing into any staging slot."""
-        transfer = self._transfers.get(transfer_no)
-        return transfer_no in self._lingering or (transfer is not None and transfer.is_filling)
+        """Whether the engine that has opened a transfer by this number may be writing into any staging slot."""
+        share = self._shares.get(transfer_no)
+        return transfer_no in self._lingering or (share is not None and share.is_filling)
 
     @property
     def transfer_count(self) -> int:
@@ -94,28 +95,31 @@ class SenderCore(Moving):
     @property
     def is_clean(self) -> bool:
         """Invariant 10: no transfer, no notification, every staging slot free."""
-        return self._is_settled and self.staging.free_count == self.staging.total_slots
+        return self._is_settled and all(staging.free_count == staging.total_slots for staging in self.staging)
 
     def audit(self) -> None:
         """All invariants by a full scan, for tests and simulation."""
-        self.staging.audit()
-        held = [s for t in self._transfers.values() for p in t.pieces.values() for s in p.staging_slots]
-        held += [slot for slots in self._lingering.values() for slot in slots]
-        assert len(held) == len(set(held)), "a staging slot has two holders"
-        assert len(held) + self.staging.free_count == self.staging.total_slots, "staging slots without a holder"
+        assert sum(len(transfer.shares) for transfer in self._transfers.values()) == len(self._shares)
+        for rank, staging in enumerate(self.staging):
+            staging.audit()
+            shares = [share for share in self._shares.values() if share.rank == rank]
+            held = [slot for share in shares for piece in share.pieces.values() for slot in piece.staging_slots]
+            held += [slot for of, slots in self._lingering.values() if of == rank for slot in slots]
+            assert len(held) == len(set(held)), "a staging slot has two holders"
+            assert len(held) + staging.free_count == staging.total_slots, "staging slots without a holder"
 
     def _engine_spoke(self, event: ev.StageRequested | ev.TransferTouched | ev.CancelRequested, now: float) -> None:
         """About a transfer that is live here; one that has ended was told so already."""
-        transfer = self._transfers.get(event.transfer_no)
-        if transfer is None or not transfer.is_live:
+        share = self._shares.get(event.transfer_no)
+        if share is None or not share.transfer.is_live:
             return
         match event:
             case ev.StageRequested():
-                self._stage(transfer, event, now)
+                self._stage(share, event, now)
             case ev.TransferTouched():
-                self._touch(transfer, now)
+                self._touch(share.transfer, now)
             case ev.CancelRequested(_, code, detail):
-                self._cancel(transfer, transfer_error(code, detail))
+                self._cancel(share.transfer, transfer_error(code, detail))
             case _:
                 assert_never(event)
 
@@ -161,8 +165,9 @@ class SenderCore(Moving):
         while (deadline := self._timers.pop_due(now)) is not None:
             match deadline:
                 case ("request", number):
-                    detail = f"not done within request_timeout_s of {self.settings.request_timeout_s:g} s"
-                    self._cancel(self._transfers[number], transfer_error(ErrorCode.REQUEST_TIMEOUT, detail))
+                    self._request_timed_out(self._transfers[number])
+                case ("latecomers", number):
+                    self._joining.forget(number)
                 case ("notify", _):
                     self._notify_due(now)
                 case ("connect", receiver):
@@ -177,6 +182,13 @@ class SenderCore(Moving):
                     self._fence_due(self._peers[receiver], now)
                 case _:
                     assert_never(deadline)
+
+    def _request_timed_out(self, transfer: Transfer) -> None:
+        detail = f"not done within request_timeout_s of {self.settings.request_timeout_s:g} s"
+        if transfer.roll.missing:
+            ranks = ", ".join(map(str, sorted(transfer.roll.missing)))
+            detail += f"; of {self.settings.ranks} ranks these have not opened it: {ranks}"
+        self._cancel(transfer, transfer_error(ErrorCode.REQUEST_TIMEOUT, detail))
 
     def peer_of(self, receiver: str) -> Peer | None:
         """The session with this receiver, for tests and statistics."""

@@ -11,7 +11,8 @@ from kvpd.core.events import Report, ReportName, TransferId
 from kvpd.core.messages import CancelNotif, ErrorInfo, FailNotif, Notification, ProxyNotif
 from kvpd.core.sender import events as ev
 from kvpd.core.sender.base import SenderBase
-from kvpd.core.sender.records import Peer, PeerState, Piece, PieceState, Transfer
+from kvpd.core.sender.joining import Roll
+from kvpd.core.sender.records import Peer, PeerState, Piece, PieceState, Share, Transfer
 from kvpd.core.states import SenderCause, SenderState
 from kvpd.errors import ErrorCode, TransferError, transfer_error
 
@@ -29,15 +30,24 @@ class Ending(SenderBase):
         transfer.move(SenderCause.CANCEL)
         transfer.error = error
         self._timers.clear(("request", transfer.number))
-        for stage in transfer.batches:
-            self.staging.withdraw((transfer.number, stage), peer.receiver)
+        self._remember(transfer.roll, error, transfer.opened_at)
+        for share in transfer.shares.values():
+            for stage in share.stages:
+                self.staging[share.rank].withdraw((share.number, stage), peer.receiver)
+            share.stages.clear()
         transfer.batches.clear()
         self._stop_repeating(transfer)
         name = ReportName.TRANSFER_CANCELLED if error.code is ErrorCode.CANCELLED else ReportName.TRANSFER_FAILED
         self._report_of(name, transfer, code=error.code, detail=error.detail)
-        self._actions.append(ev.FinishTransfer(transfer.number, error))
-        self._actions.append(ev.CancelTransfer(transfer.number, peer.put_deadline_s or _DEFAULT_PUT_DEADLINE_S))
+        for share in transfer.shares.values():
+            self._actions.append(ev.FinishTransfer(share.number, error))
+            self._actions.append(ev.CancelTransfer(share.number, peer.put_deadline_s or _DEFAULT_PUT_DEADLINE_S))
         self._failed(transfer.notify, transfer.req_id, peer.receiver, transfer.number, error)
+
+    def _remember(self, roll: Roll, error: TransferError, opened_at: float) -> None:
+        """Ranks that open it late are told its end, as long as any rank may still open it or time out over it."""
+        if self._joining.end(roll, error):
+            self._timers.set(("latecomers", roll.number), opened_at + 2 * self.settings.request_timeout_s)
 
     def _stop_repeating(self, transfer: Transfer) -> None:
         """Nothing that was asked for a transfer matters once it is over. A reply that still comes finds no question."""
@@ -49,9 +59,6 @@ class Ending(SenderBase):
         """The puts have ended: say so to the receiver, if it can know of the transfer at all."""
         peer = transfer.peer
         transfer.puts_drained = True
-        self._let_linger(transfer)
-        for piece in list(transfer.pieces.values()):
-            self._drop_piece(transfer, piece)
         if transfer.open_sent and peer.state is not PeerState.LOST:
             assert transfer.error is not None
             notif = self._cancel_notif(peer, transfer.number, transfer.error.code, drained=drained)
@@ -72,45 +79,61 @@ class Ending(SenderBase):
         transfer.move(SenderCause.SETTLED)
         self._forget(transfer)
 
-    def _let_linger(self, transfer: Transfer) -> None:
+    def _free_share(self, share: Share) -> None:
+        """Its puts have ended. Only the slots that its engine may still be filling are not free yet."""
+        share.puts_ended = True
+        self._let_linger(share)
+        for piece in list(share.pieces.values()):
+            self._drop_piece(share, piece)
+
+    def _let_linger(self, share: Share) -> None:
         """The slots that the engine may still be filling are no transfer's any more, and nobody else's yet."""
-        filling = [piece for piece in transfer.pieces.values() if piece.state is PieceState.FILLING]
+        filling = [piece for piece in share.pieces.values() if piece.state is PieceState.FILLING]
         slots = [slot for piece in filling for slot in piece.staging_slots]
         if slots:  # a piece whose chunks the receiver has already holds none
-            self._lingering[transfer.number] = slots
-            self.staging.linger(transfer.peer.receiver, slots)
+            self._lingering[share.number] = share.rank, slots
+            self.staging[share.rank].linger(share.transfer.peer.receiver, slots)
         for piece in filling:
-            del transfer.pieces[piece.number]
+            del share.pieces[piece.number]
 
     def _forget(self, transfer: Transfer) -> None:
+        for share in transfer.shares.values():
+            del self._shares[share.number]
         del self._transfers[transfer.number]
         del transfer.peer.transfers[transfer.number]
 
-    def _drop_piece(self, transfer: Transfer, piece: Piece) -> None:
+    def _drop_piece(self, share: Share, piece: Piece) -> None:
         """Nobody reads or writes the piece's staging slots any more."""
-        self.staging.give_back(transfer.peer.receiver, piece.staging_slots)
-        del transfer.pieces[piece.number]
+        self.staging[share.rank].give_back(share.transfer.peer.receiver, piece.staging_slots)
+        del share.pieces[piece.number]
 
     def _engine_let_go(self, number: int) -> None:
-        """The engine writes into none of the transfer's slots any more."""
-        self.staging.recover(self._lingering.pop(number, []))
-        transfer = self._transfers.get(number)
-        if transfer is None:
+        """The engine writes into none of its share's slots any more; the transfer ends for every rank."""
+        if number in self._lingering:
+            rank, slots = self._lingering.pop(number)
+            self.staging[rank].recover(slots)
+        share = self._shares.get(number)
+        if share is None:
             return
-        self._cancel(transfer, transfer_error(ErrorCode.CANCELLED, "the engine left the transfer"))
-        for piece in list(transfer.pieces.values()):
+        self._cancel(share.transfer, transfer_error(ErrorCode.CANCELLED, f"{self._engine_of(share)} left the transfer"))
+        for piece in list(share.pieces.values()):
             if piece.state is PieceState.FILLING:
-                self._drop_piece(transfer, piece)
+                self._drop_piece(share, piece)
+
+    def _engine_of(self, share: Share) -> str:
+        """Whom an error speaks of."""
+        return "the engine" if self.settings.ranks == 1 else f"the engine of rank {share.rank}"
 
     def _finish_if_acknowledged(self, transfer: Transfer, now: float) -> None:
-        """Once everything has landed and was acknowledged, the engine and the proxy are told, in that order, once."""
-        if not transfer.last_seen or transfer.acknowledged < transfer.total_chunks:
+        """Once everything of every rank has landed and was acknowledged, the engines and then the proxy are told."""
+        is_whole = not transfer.roll.missing
+        if not is_whole or any(share.acknowledged < transfer.total_chunks for share in transfer.shares.values()):
             return
         transfer.move(SenderCause.ALL_ACKNOWLEDGED)
         self._timers.clear(("request", transfer.number))
         self._stop_repeating(transfer)
         self._forget(transfer)
-        self._actions.append(ev.FinishTransfer(transfer.number))
+        self._actions += [ev.FinishTransfer(share.number) for share in transfer.shares.values()]
         self._report_of(
             ReportName.TRANSFER_DONE,
             transfer,

@@ -1,4 +1,9 @@
-"""What happens to a sender (past tense) and what it wants done (imperative)."""
+"""What happens to a sender (past tense) and what it wants done (imperative).
+
+A transfer is known to an engine by the number of its own open. Where several ranks open it, each has a number of its
+own for its share, and `transfer_no` below is that one; towards the receiver and the proxy the first open's stands for
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,10 @@ from kvpd.errors import ErrorCode, TransferError
 
 @attrs.frozen
 class OpenRequested:
-    """An engine opens a transfer. Numbers grow; no number comes twice."""
+    """A rank's engine opens a transfer, or joins the one that another rank has opened. Numbers grow; none comes twice.
+
+    `group` names the engine that the rank is part of.
+    """
 
     transfer_no: int
     engine: int
@@ -19,6 +27,8 @@ class OpenRequested:
     receiver: str
     total_chunks: int
     notify: str | None = None
+    rank: int = 0
+    group: str = ""
 
 
 @attrs.frozen
@@ -240,7 +250,8 @@ class DeferStage:
 class PostPuts:
     """Put a filled piece through this endpoint and no other; answer PutsCompleted or PutsFailed.
 
-    `verify` names the checksum to compute of each put's bytes, for PutsCompleted.
+    `verify` names the checksum to compute of each put's bytes, for PutsCompleted. Slots are those of `rank`, here and
+    there.
     """
 
     transfer_no: int
@@ -248,6 +259,7 @@ class PostPuts:
     endpoint: int
     puts: tuple[StagedSlot, ...]
     verify: Verify = "off"
+    rank: int = 0
 
 
 @attrs.frozen

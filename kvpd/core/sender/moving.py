@@ -1,7 +1,10 @@
-"""Moving: a request is opened, its batches are allocated, staged, put and acknowledged, piece by piece.
+"""Moving: the batches of a transfer are allocated, staged, put and acknowledged, piece by piece.
 
 Remote room comes first, local staging second. A batch's pieces are granted in order; an engine that asks for its next
 batch before it has filled this one gets staging only if it is free at once, so nobody waits while holding slots.
+
+The ranks of an engine share a transfer: the first to ask for a batch has it allocated, and the others must ask for the
+same one. Each then stages, puts and acknowledges it by itself, so that none waits for another but at the end.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from kvpd.core.events import ReportName
 from kvpd.core.messages import (
     BATCH_CHUNKS_MAX,
     BATCH_KEYS_BYTES_MAX,
-    CHUNKS_MAX,
     KEY_BYTES_MAX,
     Ack,
     AllocRequest,
@@ -19,122 +21,62 @@ from kvpd.core.messages import (
 )
 from kvpd.core.sender import events as ev
 from kvpd.core.sender.events import StagedSlot
-from kvpd.core.sender.peers import Peers
-from kvpd.core.sender.records import Batch, Peer, PeerState, Piece, PieceState, Transfer
+from kvpd.core.sender.opening import Opening
+from kvpd.core.sender.records import Batch, Peer, Piece, PieceState, Share, Stage, Transfer
 from kvpd.core.states import SenderCause, SenderState
 from kvpd.errors import ErrorCode, TransferError, transfer_error
 
 
-class Moving(Peers):
+class Moving(Opening):
     """The life of a transfer that goes well."""
-
-    def _open(self, event: ev.OpenRequested, now: float) -> None:
-        assert event.transfer_no > self._highest_no, "transfer numbers must grow"
-        self._highest_no = event.transfer_no
-        refusal = self._open_refusal(event)
-        if refusal is not None:
-            self._actions.append(ev.FinishTransfer(event.transfer_no, refusal))
-            self._failed(event.notify, event.req_id, event.receiver, event.transfer_no, refusal)
-            return
-        peer = self._peers.get(event.receiver)
-        is_new = peer is None
-        if peer is None:
-            peer = self._connect(event.receiver, now)
-        transfer = Transfer(
-            event.transfer_no, event.engine, event.req_id, peer, event.total_chunks, event.notify, opened_at=now
-        )
-        self._transfers[transfer.number] = peer.transfers[transfer.number] = transfer
-        self._timers.set(("request", transfer.number), now + self.settings.request_timeout_s)
-        self._report_of(ReportName.TRANSFER_OPENED, transfer, chunks=transfer.total_chunks, engine=transfer.engine)
-        if is_new:
-            self._say_hello(peer, now)
-        elif peer.state is PeerState.UP:
-            self._send_open(transfer, now)
-
-    def _open_refusal(self, event: ev.OpenRequested) -> TransferError | None:
-        if self._draining:
-            return transfer_error(ErrorCode.DRAINING, "this sender is shutting down")
-        if event.total_chunks <= 0 or not event.req_id:
-            detail = f"req_id {event.req_id!r} declares {event.total_chunks} chunks: both are needed"
-            return transfer_error(ErrorCode.LEGACY_SENDER, detail)
-        if event.total_chunks > CHUNKS_MAX:
-            detail = f"{event.total_chunks} chunks; no request has more than {CHUNKS_MAX}"
-            return transfer_error(ErrorCode.TOO_LARGE, detail)
-        if len(self._transfers) >= self.settings.transfers_max:
-            detail = f"{len(self._transfers)} transfers run; the limit is {self.settings.transfers_max}"
-            return transfer_error(ErrorCode.QUEUE_FULL, detail, 1.0)
-        if event.receiver not in self._peers and len(self._peers) >= self.settings.peers_max:
-            detail = f"{len(self._peers)} receivers are connected; the limit is {self.settings.peers_max}"
-            return transfer_error(ErrorCode.QUEUE_FULL, detail, 1.0)
-        return None
-
-    def _endpoint_opened(self, peer: Peer, now: float) -> None:
-        peer.state = PeerState.UP
-        self._reconnect_until.pop(peer.receiver, None)
-        self._report(ReportName.SESSION_OPENED, peer.receiver, receiver=peer.receiver_id, chunks=peer.total_chunks)
-        for transfer in peer.transfers.values():
-            if transfer.is_live:
-                self._send_open(transfer, now)
-
-    def _send_open(self, transfer: Transfer, now: float) -> None:
-        """Ask for room for all of it; and, where keys are known already, for the batches."""
-        transfer.open_sent = True
-        self._send_alloc(transfer, None, now)
-        for batch in transfer.batches.values():
-            self._send_alloc(transfer, batch, now)
-
-    def _send_alloc(self, transfer: Transfer, batch: Batch | None, now: float) -> int:
-        peer = transfer.peer
-        end = batch.first_chunk + len(batch.keys) if batch is not None else 0
-        message = AllocRequest(
-            self.settings.incarnation,
-            peer.incarnation,
-            self._message_id(),
-            transfer_no=transfer.number,
-            req_id=transfer.req_id,
-            # Until it is admitted each of its requests may be the first to arrive: those before it may be lost.
-            open=transfer.state is SenderState.OPENING,
-            keys=batch.keys if batch is not None else (),
-            is_last_batch=end == transfer.total_chunks,
-            total_chunks=transfer.total_chunks,
-            first_chunk=batch.first_chunk if batch is not None else 0,
-            last_chunk_bytes=batch.last_chunk_bytes if batch is not None else 0,
-        )
-        self._send_until_answered(peer, message, now, transfer)
-        return message.message_id
-
-    def _touch(self, transfer: Transfer, now: float) -> None:
-        """A batch without keys is progress at the receiver. One at a time is enough."""
-        if transfer.state is SenderState.TRANSFERRING and transfer.touch_id is None:
-            transfer.touch_id = self._send_alloc(transfer, None, now)
 
     # -------------------------------------------------------------- batches
 
-    def _stage(self, transfer: Transfer, event: ev.StageRequested, now: float) -> None:
-        problem = self._stage_problem(transfer, event)
+    def _stage(self, share: Share, event: ev.StageRequested, now: float) -> None:
+        transfer = share.transfer
+        batch = transfer.batches.get(share.next_chunk)
+        is_new = batch is None
+        if batch is None:
+            batch = Batch(share.next_chunk, event.keys, event.last_chunk_bytes, self.settings.ranks)
+        problem = self._stage_problem(share, event) or self._disagreement(share, batch, event)
         if problem is not None:
             self._cancel(transfer, problem)
             return
-        batch = Batch(event.stage, transfer.next_chunk, event.keys, event.last_chunk_bytes)
-        transfer.last_stage = event.stage
-        transfer.next_chunk += len(event.keys)
-        transfer.last_seen = transfer.next_chunk == transfer.total_chunks
-        transfer.batches[event.stage] = batch
+        share.last_stage = event.stage
+        share.next_chunk += len(event.keys)
+        share.stages[event.stage] = Stage(event.stage, batch, asked_at=now)
+        if not is_new:
+            self._stage_next(share, now)
+            return
+        transfer.batches[batch.first_chunk] = batch
         if transfer.open_sent:
             self._send_alloc(transfer, batch, now)
 
-    def _stage_problem(self, transfer: Transfer, event: ev.StageRequested) -> TransferError | None:
+    def _disagreement(self, share: Share, batch: Batch, event: ev.StageRequested) -> TransferError | None:
+        """Why this rank's batch cannot be the one that another rank has asked for."""
+        if (event.keys, event.last_chunk_bytes) == (batch.keys, batch.last_chunk_bytes):
+            return None
+        which = "the same" if event.keys == batch.keys else "other"
+        detail = (
+            f"all ranks must stage the same batches: from chunk {batch.first_chunk} on rank {share.rank} stages "
+            f"{len(event.keys)} chunks, the last of {event.last_chunk_bytes} bytes, and another rank has staged "
+            f"{len(batch.keys)} with {which} keys, the last of {batch.last_chunk_bytes} bytes"
+        )
+        return transfer_error(ErrorCode.PROTOCOL_ERROR, detail)
+
+    def _stage_problem(self, share: Share, event: ev.StageRequested) -> TransferError | None:
         """Why no correct engine asks for this. Judged here too, so that its error names the engine's own call."""
-        chunk_bytes, end = self.settings.chunk_bytes, transfer.next_chunk + len(event.keys)
+        total_chunks = share.transfer.total_chunks
+        chunk_bytes, end = self.settings.chunk_bytes, share.next_chunk + len(event.keys)
         keys_bytes = sum(len(key) + 2 for key in event.keys)
-        if end > transfer.total_chunks:
-            detail = f"chunks up to {end - 1} are staged, but {transfer.total_chunks} were declared"
+        if end > total_chunks:
+            detail = f"chunks up to {end - 1} are staged, but {total_chunks} were declared"
             return transfer_error(ErrorCode.OVERFLOW, detail)
-        if event.is_last and end < transfer.total_chunks:
-            detail = f"the last batch ends at chunk {end} of {transfer.total_chunks} declared"
+        if event.is_last and end < total_chunks:
+            detail = f"the last batch ends at chunk {end} of {total_chunks} declared"
             return transfer_error(ErrorCode.UNDERFLOW, detail)
         if not 0 < event.last_chunk_bytes <= chunk_bytes or (
-            event.last_chunk_bytes < chunk_bytes and end < transfer.total_chunks
+            event.last_chunk_bytes < chunk_bytes and end < total_chunks
         ):
             detail = f"last_chunk_bytes {event.last_chunk_bytes}: only the request's last chunk may be short"
             return transfer_error(ErrorCode.PROTOCOL_ERROR, f"{detail} of {chunk_bytes} bytes")
@@ -143,8 +85,8 @@ class Moving(Peers):
             return transfer_error(ErrorCode.PROTOCOL_ERROR, f"{detail} of {BATCH_KEYS_BYTES_MAX} bytes; stage less")
         if any(len(key) > KEY_BYTES_MAX for key in event.keys):
             return transfer_error(ErrorCode.PROTOCOL_ERROR, f"a key is longer than {KEY_BYTES_MAX} bytes")
-        if event.stage <= transfer.last_stage or len(transfer.batches) >= self.settings.stages_max:
-            detail = f"stage {event.stage} after {transfer.last_stage}, {len(transfer.batches)} unfinished"
+        if event.stage <= share.last_stage or len(share.stages) >= self.settings.stages_max:
+            detail = f"stage {event.stage} after {share.last_stage}, {len(share.stages)} unfinished"
             return transfer_error(ErrorCode.PROTOCOL_ERROR, f"{detail} (the limit is {self.settings.stages_max})")
         return None
 
@@ -172,11 +114,17 @@ class Moving(Peers):
             transfer.move(SenderCause.ADMITTED)
             transfer.admitted_at = now
             self._report_of(ReportName.ADMISSION_GRANTED, transfer, waited_s=now - transfer.opened_at)
-        for batch in transfer.batches.values():
-            if sent.message.keys and batch.first_chunk == sent.message.first_chunk:
-                batch.remote_indexes = message.remote_indexes
-                batch.asked_at = now
-        self._stage_next(transfer, now)
+        if sent.message.keys:
+            self._allocated(transfer, transfer.batches[sent.message.first_chunk], message.remote_indexes, now)
+
+    def _allocated(self, transfer: Transfer, batch: Batch, remote_indexes: tuple[int, ...], now: float) -> None:
+        """A batch has its slots at the receiver: every rank that has asked for it may stage it."""
+        batch.remote_indexes = remote_indexes
+        for share in transfer.shares.values():
+            for stage in share.stages.values():
+                if stage.batch is batch:
+                    stage.asked_at = now
+            self._stage_next(share, now)
 
     def _is_plausible(self, peer: Peer, request: AllocRequest, message: AllocResponse) -> bool:
         """A wrong index would be a write into somebody else's slot: check every one."""
@@ -190,53 +138,55 @@ class Moving(Peers):
 
     # -------------------------------------------------------------- staging
 
-    def _stage_next(self, transfer: Transfer, now: float) -> None:
-        """Grant, or get in line for, the next piece of the oldest batch that is not fully staged."""
-        while transfer.batches and transfer.is_live:
-            batch = next(iter(transfer.batches.values()))
-            if batch.remote_indexes is None or batch.is_waiting:
+    def _stage_next(self, share: Share, now: float) -> None:
+        """Grant, or get in line for, the next piece of the rank's oldest batch that is not fully staged."""
+        while share.stages and share.transfer.is_live:
+            stage = next(iter(share.stages.values()))
+            if stage.batch.remote_indexes is None or stage.is_waiting:
                 return
-            wanted = batch.slots_wanted
+            wanted = stage.slots_wanted
             if wanted == 0:
-                self._grant_piece(transfer, batch, (), now)
+                self._grant_piece(share, stage, (), now)
                 continue
-            receiver = transfer.peer.receiver
-            if not transfer.is_filling:
-                batch.is_waiting = True
-                self.staging.wait((transfer.number, batch.stage), receiver, wanted)
+            receiver, staging = share.transfer.peer.receiver, self.staging[share.rank]
+            if not share.is_filling:
+                stage.is_waiting = True
+                staging.wait((share.number, stage.number), receiver, wanted)
                 return
-            slots = self.staging.take_now(receiver, wanted)
+            slots = staging.take_now(receiver, wanted)
             if slots is None:
-                self._defer_early(transfer)
+                self._defer_early(share)
                 return
-            self._grant_piece(transfer, batch, slots, now)
+            self._grant_piece(share, stage, slots, now)
 
-    def _defer_early(self, transfer: Transfer) -> None:
+    def _defer_early(self, share: Share) -> None:
         """The engine holds slots that it must fill first: whoever asked early is told so, once per stage."""
-        for batch in transfer.batches.values():
-            if batch.remote_indexes is not None and batch.cursor == 0 and not batch.was_deferred:
-                batch.was_deferred = True
-                self._actions.append(ev.DeferStage(transfer.number, batch.stage))
+        for stage in share.stages.values():
+            if stage.batch.remote_indexes is not None and stage.cursor == 0 and not stage.was_deferred:
+                stage.was_deferred = True
+                self._actions.append(ev.DeferStage(share.number, stage.number))
 
     def _grant_waiting(self, now: float) -> None:
         """Whatever freed staging, or took the next in line away: here, and only here, those who wait are served."""
-        while (grant := self.staging.grant_next()) is not None:
-            (number, stage), slots = grant
-            transfer = self._transfers[number]
-            batch = transfer.batches[stage]
-            batch.is_waiting = False
-            self._grant_piece(transfer, batch, slots, now)
-            if batch.stage in transfer.batches:  # it was cut: the rest waits until this piece is filled
-                self._defer_early(transfer)
-            else:
-                self._stage_next(transfer, now)
+        for staging in self.staging:
+            while (grant := staging.grant_next()) is not None:
+                (number, stage_no), slots = grant
+                share = self._shares[number]
+                stage = share.stages[stage_no]
+                stage.is_waiting = False
+                self._grant_piece(share, stage, slots, now)
+                if stage_no in share.stages:  # it was cut: the rest waits until this piece is filled
+                    self._defer_early(share)
+                else:
+                    self._stage_next(share, now)
 
-    def _grant_piece(self, transfer: Transfer, batch: Batch, slots: tuple[int, ...], now: float) -> None:
+    def _grant_piece(self, share: Share, stage: Stage, slots: tuple[int, ...], now: float) -> None:
         """As many of the batch's next chunks as these slots hold, and those that need none."""
+        batch, first = stage.batch, stage.cursor
         assert batch.remote_indexes is not None
         entries: list[StagedSlot | None] = []
         free = list(reversed(slots))
-        for position in range(batch.cursor, len(batch.keys)):
+        for position in range(first, len(batch.keys)):
             remote = batch.remote_indexes[position]
             if remote < 0:
                 entries.append(None)
@@ -247,68 +197,83 @@ class Moving(Peers):
             else:
                 break
         assert not free, "more staging slots than chunks to stage"
-        piece = Piece(transfer.next_piece, batch.first_chunk + batch.cursor, tuple(entries))
-        first = batch.cursor
-        transfer.next_piece += 1
-        transfer.pieces[piece.number] = piece
-        batch.cursor += len(entries)
-        is_last_piece = batch.cursor == len(batch.keys)
+        piece = Piece(share.next_piece, batch.first_chunk + first, tuple(entries))
+        share.next_piece += 1
+        share.pieces[piece.number] = piece
+        stage.cursor += len(entries)
+        is_last_piece = stage.cursor == len(batch.keys)
         if is_last_piece:
-            del transfer.batches[batch.stage]
+            self._staged(share, stage)
         self._actions.append(
-            ev.GrantPiece(transfer.number, batch.stage, piece.number, first, piece.entries, is_last_piece)
+            ev.GrantPiece(share.number, stage.number, piece.number, first, piece.entries, is_last_piece)
         )
         self._report_of(
             ReportName.BATCH_STAGED,
-            transfer,
+            share.transfer,
+            rank=share.rank,
             first_chunk=piece.first_chunk,
             chunks=len(entries),
             deduplicated=entries.count(None),
-            waited_s=now - batch.asked_at,
+            waited_s=now - stage.asked_at,
         )
+
+    def _staged(self, share: Share, stage: Stage) -> None:
+        """The rank has staged all of a batch, which is kept for those that have not."""
+        del share.stages[stage.number]
+        stage.batch.ranks_left -= 1
+        if not stage.batch.ranks_left:
+            del share.transfer.batches[stage.batch.first_chunk]
 
     # -------------------------------------------------------------- pieces
 
     def _piece_filled(self, number: int, piece_no: int, now: float) -> None:
-        transfer = self._transfers.get(number)
-        piece = transfer.pieces.get(piece_no) if transfer is not None else None
-        if transfer is None:
+        share = self._shares.get(number)
+        piece = share.pieces.get(piece_no) if share is not None else None
+        if share is None:
             return
+        transfer = share.transfer
         if piece is None or piece.state is not PieceState.FILLING:
             self._cancel(transfer, transfer_error(ErrorCode.PROTOCOL_ERROR, f"piece {piece_no} is not being filled"))
             return
         if not transfer.is_live:
-            self._drop_piece(transfer, piece)
+            self._drop_piece(share, piece)
             return
         if piece.puts:
             piece.state = PieceState.WRITING
-            self._actions.append(
-                ev.PostPuts(number, piece_no, transfer.peer.endpoint, piece.puts, transfer.peer.verify)
-            )
+            peer = transfer.peer
+            self._actions.append(ev.PostPuts(number, piece_no, peer.endpoint, piece.puts, peer.verify, rank=share.rank))
         else:
-            self._acknowledge(transfer, piece, now)
+            self._acknowledge(share, piece, now)
         if transfer.is_live:
-            self._stage_next(transfer, now)
+            self._stage_next(share, now)
 
     def _puts_completed(self, event: ev.PutsCompleted, now: float) -> None:
-        transfer = self._transfers.get(event.transfer_no)
-        piece = transfer.pieces.get(event.piece) if transfer is not None else None
-        if transfer is None or piece is None or piece.state is not PieceState.WRITING:
+        share = self._shares.get(event.transfer_no)
+        piece = share.pieces.get(event.piece) if share is not None else None
+        if share is None or piece is None or piece.state is not PieceState.WRITING:
             return
+        transfer = share.transfer
         if not transfer.is_live:
-            self._drop_piece(transfer, piece)
+            self._drop_piece(share, piece)
             return
-        self.staging.give_back(transfer.peer.receiver, piece.staging_slots)
+        self.staging[share.rank].give_back(transfer.peer.receiver, piece.staging_slots)
         piece.state = PieceState.ACKING
         size = sum(put.length for put in piece.puts)
         transfer.bytes_put += size
-        self._report_of(ReportName.PIECE_WRITTEN, transfer, chunks=len(piece.puts), bytes=size, seconds=event.seconds)
+        self._report_of(
+            ReportName.PIECE_WRITTEN,
+            transfer,
+            rank=share.rank,
+            chunks=len(piece.puts),
+            bytes=size,
+            seconds=event.seconds,
+        )
         message = WriteDone(
             self.settings.incarnation,
             transfer.peer.incarnation,
             self._message_id(),
             transfer_no=transfer.number,
-            rank=0,
+            rank=share.rank,
             first_chunk=piece.first_chunk,
             count=len(piece.entries),
             checksums=event.checksums,
@@ -317,9 +282,9 @@ class Moving(Peers):
 
     def _puts_failed(self, event: ev.PutsFailed) -> None:
         """One failed put says that the whole endpoint cannot be trusted: nothing proves what has landed."""
-        transfer = self._transfers.get(event.transfer_no)
-        if transfer is not None:
-            self._lose_peer(transfer.peer, ErrorCode.TRANSPORT_FAILED, event.detail[:1024])
+        share = self._shares.get(event.transfer_no)
+        if share is not None:
+            self._lose_peer(share.transfer.peer, ErrorCode.TRANSPORT_FAILED, event.detail[:1024])
 
     def _answered(self, peer: Peer, message: Ack, now: float) -> None:
         """An Ack for something in the outbox."""
@@ -339,12 +304,13 @@ class Moving(Peers):
         elif message.error is not None:
             self._cancel(transfer, transfer_error(message.error.code, message.error.detail))
         elif isinstance(sent.message, WriteDone):
-            (piece,) = (p for p in transfer.pieces.values() if p.first_chunk == sent.message.first_chunk)
-            self._acknowledge(transfer, piece, now)
+            share = transfer.shares[sent.message.rank]
+            (piece,) = (p for p in share.pieces.values() if p.first_chunk == sent.message.first_chunk)
+            self._acknowledge(share, piece, now)
         else:
             self._peer_misbehaved(peer, f"an Ack without an error is no answer to AllocRequest {message.message_id}")
 
-    def _acknowledge(self, transfer: Transfer, piece: Piece, now: float) -> None:
-        del transfer.pieces[piece.number]
-        transfer.acknowledged += len(piece.entries)
-        self._finish_if_acknowledged(transfer, now)
+    def _acknowledge(self, share: Share, piece: Piece, now: float) -> None:
+        del share.pieces[piece.number]
+        share.acknowledged += len(piece.entries)
+        self._finish_if_acknowledged(share.transfer, now)

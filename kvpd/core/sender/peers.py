@@ -8,7 +8,7 @@ is forgotten whole; the next transfer to it says Hello anew.
 from __future__ import annotations
 
 from kvpd.core.events import ReportName
-from kvpd.core.messages import PROTOCOL_VERSION, Ack, Heartbeat, PeerMessage, RevokeNotif, Welcome
+from kvpd.core.messages import PROTOCOL_VERSION, Ack, Heartbeat, PeerMessage, Region, RevokeNotif, Welcome
 from kvpd.core.outbox import Outbox
 from kvpd.core.sender import events as ev
 from kvpd.core.sender.ending import Ending
@@ -78,16 +78,21 @@ class Peers(Ending):
             self._report(ReportName.SESSION_ENDED, peer.receiver, code=code, detail=detail)
 
     def _puts_drained(self, event: ev.PutsDrained, now: float) -> None:
-        transfer, drained = self._transfers.get(event.transfer_no), event.drained
-        if transfer is None or transfer.is_live or transfer.puts_drained:
+        share = self._shares.get(event.transfer_no)
+        if share is None or share.transfer.is_live or share.puts_ended:
             return
+        transfer = share.transfer
         peer = transfer.peer
+        self._free_share(share)
+        transfer.all_drained &= event.drained
         if not event.ended:
             self._never_ended.add(peer.receiver)
+        if not all(other.puts_ended for other in transfer.shares.values()):
+            return
         if peer.state is PeerState.LOST:
             self._drained_after_loss(peer.receiver, now)
-        self._tell_receiver(transfer, now, drained=drained)
-        if not drained:
+        self._tell_receiver(transfer, now, drained=transfer.all_drained)
+        if not transfer.all_drained:
             # The endpoint was cut off, so the session is of no use; its end at the receiver is what fences its slots.
             detail = f"puts did not drain within {peer.put_deadline_s:g} s: the endpoint was cut off"
             self._lose_peer(peer, ErrorCode.TRANSPORT_FAILED, detail)
@@ -155,9 +160,14 @@ class Peers(Ending):
                 f"this sender {settings.chunk_bytes} and {settings.layout[:512]!r}"
             )
             return ErrorCode.LAYOUT_MISMATCH, detail
-        if len(message.regions) != 1:
-            detail = f"the receiver has {len(message.regions)} regions; this sender serves one rank"
+        if len(message.regions) != settings.ranks:
+            detail = (
+                f"the receiver serves {len(message.regions)} ranks, this sender {settings.ranks}: set ranks to the "
+                "number of the engines' tensor-parallel ranks on both sides"
+            )
             return ErrorCode.LAYOUT_MISMATCH, detail
+        if not _is_one_piece(message.regions):
+            return ErrorCode.PROTOCOL_ERROR, "the receiver's regions are not one piece of memory, rank by rank"
         if any(region.length < message.total_chunks * message.chunk_bytes for region in message.regions):
             return ErrorCode.PROTOCOL_ERROR, "the receiver's regions are smaller than its chunks"
         if message.put_deadline_s >= message.lease_s / 2:
@@ -224,5 +234,17 @@ class Peers(Ending):
         self._arm_repeat(peer)
 
 
+def _is_one_piece(regions: tuple[Region, ...]) -> bool:
+    """Whether one endpoint reaches all of them: windows of one memory, in the order of their ranks, without gaps."""
+    first, base = regions[0], regions[0].base_address
+    for rank, region in enumerate(regions):
+        way = region.rank, region.worker_address, region.rkey, region.base_address
+        if way != (rank, first.worker_address, first.rkey, base):
+            return False
+        base += region.length
+    return True
+
+
 def _puts_in_flight(transfer: Transfer) -> int:
-    return sum(len(piece.puts) for piece in transfer.pieces.values() if piece.state is PieceState.WRITING)
+    pieces = (piece for share in transfer.shares.values() for piece in share.pieces.values())
+    return sum(len(piece.puts) for piece in pieces if piece.state is PieceState.WRITING)

@@ -1,4 +1,8 @@
-"""What a sender remembers: its peers (the receivers it speaks to), its transfers, their batches and pieces."""
+"""What a sender remembers: its peers (the receivers it speaks to), its transfers, and each rank's share of them.
+
+A transfer is one for all ranks: one admission, one allocation of each batch, one end. What an engine's rank stages and
+puts is its share, with staging slots and pieces of its own; no rank waits for another one's staging.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import attrs
 from kvpd.core.messages import AllocRequest, CancelNotif, Hello, Verify, WriteDone
 from kvpd.core.outbox import Outbox
 from kvpd.core.sender.events import StagedSlot
+from kvpd.core.sender.joining import Roll
 from kvpd.core.states import SENDER_TRANSITIONS, SenderCause, SenderState, advance
 from kvpd.errors import TransferError
 
@@ -61,7 +66,7 @@ class PieceState(enum.Enum):
 
 @attrs.define(eq=False)
 class Piece:
-    """Some consecutive chunks of a batch that are staged, put and acknowledged together."""
+    """Some consecutive chunks of a batch that one rank stages, puts and has acknowledged together."""
 
     number: int
     first_chunk: int
@@ -81,14 +86,22 @@ class Piece:
 
 @attrs.define(eq=False)
 class Batch:
-    """One stage of a transfer: from its AllocRequest until the last of its chunks is staged."""
+    """Some consecutive chunks of a transfer, the same for all ranks: asked for by the first, kept until the last."""
 
-    stage: int
     first_chunk: int
     keys: tuple[bytes, ...]
     last_chunk_bytes: int
+    ranks_left: int  # that have not staged all of it
     remote_indexes: tuple[int, ...] | None = None  # None until allocated
-    asked_at: float = 0.0  # when it was allocated: it waits for staging since then
+
+
+@attrs.define(eq=False)
+class Stage:
+    """One rank's way through a batch: from its asking until the last chunk is staged for it."""
+
+    number: int
+    batch: Batch
+    asked_at: float = 0.0  # when it was asked for and allocated: it waits for staging since then
     cursor: int = 0  # chunks staged
     is_waiting: bool = False  # in line for staging
     was_deferred: bool = False
@@ -96,35 +109,53 @@ class Batch:
     @property
     def slots_wanted(self) -> int:
         """Staging slots that the rest of it needs; only once allocated."""
-        assert self.remote_indexes is not None
-        return sum(index >= 0 for index in self.remote_indexes[self.cursor :])
+        assert self.batch.remote_indexes is not None
+        return sum(index >= 0 for index in self.batch.remote_indexes[self.cursor :])
+
+
+@attrs.define(eq=False)
+class Share:
+    """One rank's part in a transfer: what its engine stages, and what of that has landed."""
+
+    number: int  # of its open
+    engine: int
+    rank: int
+    transfer: Transfer
+    stages: dict[int, Stage] = attrs.field(factory=dict)  # not fully staged
+    last_stage: int = -1
+    next_chunk: int = 0
+    acknowledged: int = 0  # chunks
+    pieces: dict[int, Piece] = attrs.field(factory=dict)
+    next_piece: int = 0
+    puts_ended: bool = False  # of a transfer that is ending
+
+    @property
+    def is_filling(self) -> bool:
+        """The engine holds slots that it has not filled."""
+        return any(piece.state is PieceState.FILLING for piece in self.pieces.values())
 
 
 @attrs.define(eq=False)
 class Transfer:
-    """One transfer at the sender."""
+    """One transfer at the sender. It bears the number of the open that began it."""
 
     number: int
-    engine: int
     req_id: str
     peer: Peer
     total_chunks: int
     notify: str | None
+    roll: Roll
     opened_at: float
     state: SenderState = SenderState.OPENING
     open_sent: bool = False
     admitted_at: float = 0.0
-    batches: dict[int, Batch] = attrs.field(factory=dict)  # by stage; not fully staged
-    last_stage: int = -1
-    next_chunk: int = 0
-    last_seen: bool = False
-    acknowledged: int = 0  # chunks
+    shares: dict[int, Share] = attrs.field(factory=dict)  # by rank
+    batches: dict[int, Batch] = attrs.field(factory=dict)  # by first chunk; some rank has not staged all of it
     bytes_put: int = 0
-    pieces: dict[int, Piece] = attrs.field(factory=dict)
-    next_piece: int = 0
     unanswered: set[int] = attrs.field(factory=set)  # message ids in the peer's outbox
     touch_id: int | None = None
-    puts_drained: bool = False
+    all_drained: bool = True  # no share whose puts have ended said otherwise
+    puts_drained: bool = False  # every share's puts have ended
     cancel_id: int | None = None  # the CancelNotif that is unanswered
     error: TransferError | None = None
 
@@ -136,8 +167,3 @@ class Transfer:
     def is_live(self) -> bool:
         """Neither over nor ending."""
         return self.state in (SenderState.OPENING, SenderState.TRANSFERRING)
-
-    @property
-    def is_filling(self) -> bool:
-        """The engine holds slots that it has not filled."""
-        return any(piece.state is PieceState.FILLING for piece in self.pieces.values())

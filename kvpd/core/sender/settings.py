@@ -13,9 +13,10 @@ class SenderSettings:
 
     sender_id: str
     incarnation: int
-    staging_slots: int
+    staging_slots: int  # of each rank
     chunk_bytes: int
     layout: str = ""
+    ranks: int = 1  # engines that together hold a request's KV, each with a staging buffer of its own
     host: HostIdentity = attrs.field(factory=HostIdentity)
     proxy_address: str | None = None  # of requests that name none; None: nobody is told
     notify_is_acknowledged: bool = True
@@ -26,7 +27,8 @@ class SenderSettings:
     reconnect_give_up_s: float = 60.0
     peers_max: int = 1024
     transfers_max: int = 65536
-    stages_max: int = 64  # of one transfer that are not staged yet
+    stages_max: int = 64  # of one rank of a transfer that are not staged yet
+    latecomers_max: int = 65536  # ended transfers that are remembered for the ranks that have not opened them
     notifications_max: int = 10_000  # of one proxy
     proxies_max: int = 256
     notify_repeat_s: float = 1.0

@@ -25,7 +25,7 @@ def test_a_batch_waits_for_staging_and_is_woken_by_the_puts_that_free_it() -> No
     p.admit(2, 1)
     p.stage(1, 0, keys(1, 2), last=True)
     assert grants(p.stage(2, 0, keys(3), [9], last=True)) == []
-    assert world.core.staging.waiting_count == 1
+    assert world.core.staging[0].waiting_count == 1
     assert grants(world.fill(1, 0)) == []
     (grant,) = grants(world.land(1, 0))
     assert (grant.transfer_no, len(grant.entries)) == (2, 1)
@@ -119,9 +119,9 @@ def test_an_early_stage_never_waits_while_its_request_holds_unfilled_slots() -> 
     p.stage(1, 0, keys(1))
     assert p.stage(1, 1, keys(2), [1]) == [ev.DeferStage(1, 1)]
     assert p.stage(1, 2, keys(3), [2], last=True) == [ev.DeferStage(1, 2)]
-    assert world.core.staging.waiting_count == 0
+    assert world.core.staging[0].waiting_count == 0
     assert grants(world.fill(1, 0)) == []
-    assert world.core.staging.waiting_count == 1
+    assert world.core.staging[0].waiting_count == 1
     (grant,) = grants(world.land(1, 0))
     assert (grant.stage, grant.piece) == (1, 1)
 

@@ -11,9 +11,10 @@ SENDER_INCARNATION = 3000
 OWN_HOST = HostIdentity("boot-1", "pidns-1", 1, 1)
 
 
-def regions(total_chunks: int, *, chunk_bytes: int = CHUNK) -> tuple[Region, ...]:
-    """One rank's region that just holds the chunks."""
-    return (Region(0, b"worker", 4096, total_chunks * chunk_bytes, b"rkey"),)
+def regions(total_chunks: int, *, chunk_bytes: int = CHUNK, ranks: int = 1) -> tuple[Region, ...]:
+    """Each rank's region that just holds the chunks."""
+    length = total_chunks * chunk_bytes
+    return tuple(Region(rank, b"worker", 4096 + rank * length, length, b"rkey") for rank in range(ranks))
 
 
 def keys(*names: int | str) -> tuple[bytes, ...]:

@@ -67,10 +67,12 @@ class SenderWorld:
         req_id: str | None = None,
         notify: str | None = None,
         engine: int = 1,
+        rank: int = 0,
+        group: str = "",
     ) -> list[sev.SenderAction]:
         """An engine opens a transfer."""
         name = f"req-{transfer_no}" if req_id is None else req_id
-        return self.feed(sev.OpenRequested(transfer_no, engine, name, receiver, total, notify))
+        return self.feed(sev.OpenRequested(transfer_no, engine, name, receiver, total, notify, rank=rank, group=group))
 
     def stage(
         self, transfer_no: int, stage: int, names: Sequence[bytes], *, last: bool = False, last_bytes: int = CHUNK
@@ -107,11 +109,14 @@ class SenderWorld:
         peer = self.receiver(address, **welcome)
         peer.serial = self.core._highest_no + 1
         self.open(peer.serial, 1, receiver=address)
+        for rank in range(1, self.settings.ranks):
+            self.open(peer.serial + rank, 1, receiver=address, req_id=f"req-{peer.serial}", rank=rank)
         for notif in failures_in(self.feed(sev.CancelRequested(peer.serial))):
             assert self.settings.proxy_address is not None
             self.acknowledge(self.settings.proxy_address, notif)
-        self.drained(peer.serial)
-        self.let_go(peer.serial)
+        for rank in range(self.settings.ranks):
+            self.drained(peer.serial + rank)
+            self.let_go(peer.serial + rank)
         peer.come_up()
         return peer
 
@@ -167,7 +172,7 @@ class ReceiverPeer:
             "layout": "",
             "lease_s": self.lease_s,
             "put_deadline_s": self.put_deadline_s,
-            "regions": regions(self.total_chunks),
+            "regions": regions(self.total_chunks, ranks=self.world.settings.ranks),
             "verify": self.verify,
         }
         return Welcome(SENDER_INCARNATION, self.incarnation, self.hello_id, **(fields | changes))  # type: ignore[arg-type]

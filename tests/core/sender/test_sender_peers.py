@@ -79,6 +79,7 @@ def test_a_receiver_that_is_lost_is_connected_to_anew_by_the_next_transfer() -> 
         ({"chunk_bytes": CHUNK * 2}, ErrorCode.LAYOUT_MISMATCH),
         ({"layout": "another"}, ErrorCode.LAYOUT_MISMATCH),
         ({"regions": regions(63)}, ErrorCode.PROTOCOL_ERROR),
+        ({"regions": regions(64, ranks=2)}, ErrorCode.LAYOUT_MISMATCH),
         ({"lease_s": 4.0, "put_deadline_s": 2.0}, ErrorCode.PROTOCOL_ERROR),
     ],
 )

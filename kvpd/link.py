@@ -17,6 +17,7 @@ from msgspec import Meta
 from kvpd.errors import ErrorCode, RemoteProtocolError, TransferError, transfer_error
 
 LINK_VERSION: Final = 1
+GROUP_CHARS_MAX: Final = 128
 FRAME_BYTES_MAX: Final = 1 << 20
 _HEADER = struct.Struct("<I")
 
@@ -61,7 +62,7 @@ class Attach(Frame, frozen=True):
     version: int
     role: Literal["sender", "receiver"]
     rank: Annotated[int, Meta(ge=0, lt=4096)] = 0
-    group: Annotated[str, Meta(max_length=128)] = ""
+    group: Annotated[str, Meta(max_length=GROUP_CHARS_MAX)] = ""
 
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -82,6 +83,7 @@ class Attached(Frame, frozen=True):
     chunk_tokens: int
     regions: tuple[RegionInfo, ...]
     layout: Text = ""  # what a chunk's bytes mean, in the words of the daemon's configuration
+    ranks: int = 1  # how many ranks an engine of this daemon has
 
 
 class Rejected(Frame, frozen=True):

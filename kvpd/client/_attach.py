@@ -16,7 +16,16 @@ from typing import Final, Literal
 import attrs
 
 from kvpd.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from kvpd.link import LINK_VERSION, Attach, Attached, DaemonFrame, DaemonFrameReader, Rejected, encode_frame
+from kvpd.link import (
+    GROUP_CHARS_MAX,
+    LINK_VERSION,
+    Attach,
+    Attached,
+    DaemonFrame,
+    DaemonFrameReader,
+    Rejected,
+    encode_frame,
+)
 
 DESCRIPTORS_MAX: Final = 253  # that one message of a Unix socket can carry
 SEND_TIMEOUT_S: Final = 30
@@ -57,10 +66,15 @@ def attach(path: str | os.PathLike[str], role: Role, rank: int, group: str, time
 
     Raises:
         TransportError: nobody answers at `path`, or not within `timeout_s` seconds.
-        LocalProtocolError: the daemon refuses us (it has another role, say), or has no region of this rank.
+        LocalProtocolError: the daemon refuses us (it has another role, say), or has no region of this rank; or the
+            group's name is too long.
         RemoteProtocolError: it speaks another version, or nothing that makes sense.
     """
     where = Path(path)
+    if len(group) > GROUP_CHARS_MAX:
+        raise LocalProtocolError(
+            f"the name of a group has at most {GROUP_CHARS_MAX} characters; {group[:40]!r}… has more"
+        )
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     descriptors: list[int] = []
     attachment: Attachment | None = None

@@ -52,6 +52,11 @@ class Link:
         return self._connection.info.chunk_tokens
 
     @property
+    def ranks(self) -> int:
+        """How many ranks an engine of this daemon has: each of them must attach, and take part in every request."""
+        return self._connection.info.ranks
+
+    @property
     def layout(self) -> str:
         """What a chunk's bytes mean, in the words of the daemon's configuration; empty where it says nothing."""
         return self._connection.info.layout

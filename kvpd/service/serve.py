@@ -94,6 +94,7 @@ def _engine_server(listener: trio.SocketListener, daemon: Receiver | Sender) -> 
         chunk_tokens=config.chunk_tokens if isinstance(config, ReceiverConfig) else 0,
         regions=tuple(RegionInfo(rank, buffer.length, offset=buffer.offset(0, rank)) for rank in range(config.ranks)),
         layout=config.layout,
+        ranks=config.ranks,
     )
     if isinstance(daemon, Receiver):
         memory = Memory("receiver", attached, buffer.descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import socket
 import subprocess
@@ -29,14 +30,19 @@ from kvpd.link import (
     Attach,
     Attached,
     DaemonFrame,
+    Ended,
+    Filled,
+    Open,
     RegionInfo,
     Rejected,
+    Stage,
+    Staged,
     Stats,
     TransferEvent,
     encode_frame,
 )
 
-from .harness import CHUNK_BYTES, DEADLINE_S, GOOD, Peer, until_end
+from .harness import CHUNK_BYTES, DEADLINE_S, GOOD, SLOTS, Peer, chunk, send_one, until_end
 
 
 def test_the_client_needs_neither_trio_nor_torch_nor_zmq() -> None:
@@ -100,6 +106,11 @@ def test_a_refusal_to_attach_is_told(daemon: Any) -> None:
         (Attached(99, "test", CHUNK_BYTES, 256, (RegionInfo(0, 64),)), "version 99"),
         (Attached(LINK_VERSION, "test", CHUNK_BYTES, 256, (RegionInfo(0, 64), RegionInfo(1, 64))), "1 descriptors"),
         (Attached(LINK_VERSION, "test", CHUNK_BYTES, 256, (RegionInfo(0, 1 << 40),)), "in a file of 512"),
+        (
+            Attached(LINK_VERSION, "test", CHUNK_BYTES, 256, (RegionInfo(0, 64, offset=4096),)),
+            "64 bytes at 4096 from .* in a file of 512",
+        ),
+        (Attached(LINK_VERSION, "test", CHUNK_BYTES, 256, (RegionInfo(0, 64, offset=64),)), "64 bytes at 64 from"),
         (Attached(LINK_VERSION, "test", 0, 256, (RegionInfo(0, 64),)), "chunks of 0 bytes"),
         (Attached(LINK_VERSION, "test", 65, 256, (RegionInfo(0, 64),)), "chunks of 65 bytes"),
         (Attached(LINK_VERSION, "test", CHUNK_BYTES, 256, (RegionInfo(0, 64, "cuda:0"),)), "only cpu regions"),
@@ -129,6 +140,29 @@ def test_an_unknown_rank_is_refused(daemon: Any) -> None:
 
     with daemon(script, greet=False) as path, pytest.raises(LocalProtocolError, match=r"no region for rank 1, only"):
         client.connect_sender(path, rank=1)
+
+
+def test_a_rank_maps_its_own_window_of_the_file(daemon: Any) -> None:
+    """What lies before and behind it is other ranks', and stays out of reach of this one's mistakes."""
+    length = CHUNK_BYTES * SLOTS
+    offset = mmap.ALLOCATIONGRANULARITY
+
+    def script(peer: Peer) -> None:
+        assert peer.expect(Attach) == Attach(LINK_VERSION, "sender", 1, "engine-a")
+        os.ftruncate(peer.memory, 3 * offset)
+        region = RegionInfo(1, length, offset=offset)
+        attached = Attached(LINK_VERSION, "test", CHUNK_BYTES, 256, (region,))
+        socket.send_fds(peer.connection, [encode_frame(attached)], [peer.memory])
+        opened = peer.expect(Open)
+        peer.expect(Stage)
+        peer.send(Staged(opened.transfer, 0, 0, 0, (2,), is_last_piece=True))
+        peer.expect(Filled)
+        assert os.pread(peer.memory, 3 * offset, 0).rstrip(b"\0") == bytes(offset + 2 * CHUNK_BYTES) + chunk(0)
+        peer.send(Ended(opened.transfer))
+        until_end(peer)
+
+    with daemon(script, greet=False) as path, client.connect_sender(path, rank=1, group="engine-a") as link:
+        send_one(link)
 
 
 def test_what_comes_right_behind_the_greeting_is_not_lost(daemon: Any) -> None:

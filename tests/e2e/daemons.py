@@ -171,13 +171,13 @@ class Daemon:
         names = ((name, value) for name, value in self.metrics().items() if name.startswith("kvpd_slots{"))
         return {name[len("kvpd_slots{state=") : -1]: int(value) for name, value in names if value}
 
-    def sender_link(self) -> SenderLink:
-        """A prefill engine's link to it."""
-        return kvpd.client.connect_sender(self.socket)
+    def sender_link(self, rank: int = 0) -> SenderLink:
+        """A prefill engine's link to it, or that of one of its ranks."""
+        return kvpd.client.connect_sender(self.socket, rank)
 
-    def receiver_link(self) -> ReceiverLink:
-        """A decode engine's link to it."""
-        return kvpd.client.connect_receiver(self.socket)
+    def receiver_link(self, rank: int = 0) -> ReceiverLink:
+        """A decode engine's link to it, or that of one of its ranks."""
+        return kvpd.client.connect_receiver(self.socket, rank)
 
     def descriptors(self) -> int:
         """How many files it has open."""

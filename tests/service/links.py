@@ -79,14 +79,16 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
 
 
 @asynccontextmanager
-async def open_rig(folder: Path, *, slots: int = 10, staging: int = 4, **settings: Any) -> AsyncIterator[Rig]:
+async def open_rig(
+    folder: Path, *, slots: int = 10, staging: int = 4, ranks: int = 1, **settings: Any
+) -> AsyncIterator[Rig]:
     """Both daemons, under the real clock, with a deadline for all that happens inside."""
     receiver_socket, sender_socket = folder / "receiver.sock", folder / "sender.sock"
     with trio.fail_after(REAL_LIMIT_S), listen(str(receiver_socket)) as decode, listen(str(sender_socket)) as prefill:
         async with (
             World() as world,
-            world.receiver(slots=slots, **settings) as receiver,
-            world.sender(staging=staging) as sender,
+            world.receiver(slots=slots, ranks=ranks, **settings) as receiver,
+            world.sender(staging=staging, ranks=ranks) as sender,
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(_engine_server(decode, receiver).run)

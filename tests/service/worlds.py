@@ -195,18 +195,23 @@ class Request:
     batch: int = 0  # chunks per stage; 0: all in one
     chunk_bytes: int = CHUNK_BYTES
     shared_keys: str = ""  # requests that share these have the same chunks
+    rank: int = 0  # whose part of it this is: under the same keys each has bytes of its own
 
     def length(self, number: int) -> int:
         return self.last_bytes if number == self.chunks - 1 else self.chunk_bytes
 
     def chunk(self, number: int) -> bytes:
         """The bytes of one chunk."""
-        seed = f"{self.shared_keys or self.req_id} {number} {self.length(number)}"
+        seed = f"{self.shared_keys or self.req_id} {number} {self.length(number)} {self.rank or ''}"
         return random.Random(seed).randbytes(self.length(number))
 
     def key(self, number: int) -> bytes:
         """The key of one chunk."""
         return f"{self.shared_keys or self.req_id} {number}".encode()
+
+    def of_rank(self, rank: int) -> Request:
+        """Another rank's part of it."""
+        return attrs.evolve(self, rank=rank)
 
     @property
     def payload(self) -> list[bytes]:
@@ -245,6 +250,7 @@ async def stage(transfer: Transfer, request: Request, batch: range) -> int:
 async def send(sender: Sender, receiver: str, request: Request, **options: Any) -> int:
     """A whole request; how many of its chunks the receiver had already."""
     deduplicated = 0
+    options = {"rank": request.rank, **options}
     async with sender.open(request.req_id, receiver=receiver, total_chunks=request.chunks, **options) as transfer:
         for batch in request.batches:
             deduplicated += await stage(transfer, request, batch)
@@ -253,7 +259,7 @@ async def send(sender: Sender, receiver: str, request: Request, **options: Any) 
 
 async def take(receiver: Receiver, request: Request, *, timeout_s: float = 1000.0) -> None:
     """Claim a request and compare every byte."""
-    async with receiver.claim(request.req_id, timeout_s=timeout_s) as chunks:
+    async with receiver.claim(request.req_id, timeout_s=timeout_s, rank=request.rank) as chunks:
         assert [chunk.key for chunk in chunks] == [request.key(number) for number in range(request.chunks)]
         assert [bytes(chunk.view) for chunk in chunks] == request.payload
 

@@ -132,26 +132,39 @@ def make_stack(hosts: tuple[Engine, Engine], single: Single, tmp_path: Path) -> 
             receiver_settings: Mapping[str, Any] | None = None,
             sender_slots: int = 16,
             policy: str = "fail",
+            ranks: int = 1,
         ) -> Stack:
+            chunk_bytes = CHUNK_BYTES // ranks
             receiver = fleet.start(
                 "receiver",
                 "r",
                 {
-                    "chunk_bytes": CHUNK_BYTES,
-                    "buffer_size": receiver_slots * CHUNK_BYTES,
+                    "chunk_bytes": chunk_bytes,
+                    "buffer_size": receiver_slots * chunk_bytes,
+                    "ranks": ranks,
                     "control_address": "127.0.0.1:0",
                     **(receiver_settings or {}),
                 },
                 prefix=IN_MAIN_ENVIRONMENT,
             )
-            settings = {"chunk_bytes": CHUNK_BYTES, "staging_size": sender_slots * CHUNK_BYTES, "notify_proxy": "false"}
+            settings = {
+                "chunk_bytes": chunk_bytes,
+                "staging_size": sender_slots * chunk_bytes,
+                "ranks": ranks,
+                "notify_proxy": "false",
+            }
             sender = fleet.start("sender", "s", settings, prefix=IN_MAIN_ENVIRONMENT)
             daemons.extend((receiver.wait_ready(), sender.wait_ready()))
             out = {"sender_socket": str(sender.socket), **(prefill_extra or {})}
             into = {"receiver_socket": str(receiver.socket), **(decode_extra or {})}
+            parallel = {"tensor_parallel_size": ranks}
             together(
-                lambda: prefill.start(transfer_config("kv_producer", out, policy), **(prefill_options or {})),
-                lambda: decode.start(transfer_config("kv_consumer", into, policy), **(decode_options or {})),
+                lambda: prefill.start(
+                    transfer_config("kv_producer", out, policy), **parallel, **(prefill_options or {})
+                ),
+                lambda: decode.start(
+                    transfer_config("kv_consumer", into, policy), **parallel, **(decode_options or {})
+                ),
             )
             return Stack(prefill, decode, sender, receiver)
 

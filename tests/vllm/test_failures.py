@@ -239,15 +239,15 @@ def test_a_daemon_of_another_layout_stops_the_engine_at_its_start(hosts: tuple[E
     [
         (["full", "window"], {}, "2 groups of KV caches"),
         (["window"], {}, "SlidingWindowSpec is not supported"),
-        (["full"], {"tensor_parallel_size": 4}, "tensor_parallel_size = 4"),
+        (["full"], {"decode_context_parallel_size": 2}, "decode_context_parallel_size = 2"),
         (["full"], {"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2"),
     ],
 )
 def test_p46_p47_what_is_not_supported_is_refused_as_the_engine_starts(
     hosts: tuple[Engine, Engine], kinds: list[str], sizes: dict[str, int], words: str
 ) -> None:
-    """Hybrid models, several ranks, half of the layers: accepted and then wrong would be worse."""
-    assert hosts[0].do("refusal", kinds=["full"], sizes={}) is None
+    """Hybrid models, tokens spread over ranks, half of the layers: accepted and then wrong would be worse."""
+    assert hosts[0].do("refusal", kinds=["full"], sizes={"tensor_parallel_size": 2}) is None
     assert words in hosts[0].do("refusal", kinds=kinds, sizes=sizes)
 
 

@@ -26,7 +26,7 @@ from kvpd.client import Link, ReceiverLink, SenderLink
 from kvpd.errors import LocalProtocolError, TransferFailed
 from kvpd.integrations.vllm.board import Board
 from kvpd.integrations.vllm.decode_worker import DecodeWorker
-from kvpd.integrations.vllm.engine import blocks_of, layout_of, refuse_unsupported
+from kvpd.integrations.vllm.engine import blocks_of, layout_of, rank_of_worker, refuse_unsupported
 from kvpd.integrations.vllm.layout import Layout
 from kvpd.integrations.vllm.links import LinkKeeper
 from kvpd.integrations.vllm.log import engine_log
@@ -36,6 +36,7 @@ from kvpd.integrations.vllm.prometheus import KvpdPromMetrics, KvpdStats
 from kvpd.integrations.vllm.scheduler import Scheduler
 from kvpd.integrations.vllm.settings import Settings
 from kvpd.integrations.vllm.stats import Tally
+from kvpd.link import GROUP_CHARS_MAX
 
 L = TypeVar("L", bound=Link)
 IDLE_PAUSE_S: Final = 0.001  # at most, of a step that computes nothing; a result ends it at once
@@ -83,18 +84,21 @@ class KvpdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._board = Board(self._receiver_link(settings)) if is_consumer else None
             self._scheduler = Scheduler(self._layout, settings.load_timeout_s, self._board, is_producer=is_producer)
             return
+        rank = rank_of_worker()
         if is_producer:
-            self._prefill = PrefillWorker(self._sender_link(settings), self._tally, self._news)
-        receiver = self._receiver_link(settings) if is_consumer else None
+            self._prefill = PrefillWorker(self._sender_link(settings, rank), self._tally, self._news)
+        receiver = self._receiver_link(settings, rank) if is_consumer else None
         self._decode = DecodeWorker(receiver, self._layout, self._tally, self._news)
 
-    def _sender_link(self, settings: Settings) -> LinkKeeper[SenderLink]:
+    def _sender_link(self, settings: Settings, rank: int) -> LinkKeeper[SenderLink]:
         path, timeout = settings.sender_socket, settings.connect_timeout_s
-        return self._keeper(lambda: kvpd.client.connect_sender(path, timeout=timeout))
+        # vLLM draws an id for each engine, and hands it to all of its workers.
+        group = str(self._kv_transfer_config.engine_id)[-GROUP_CHARS_MAX:]
+        return self._keeper(lambda: kvpd.client.connect_sender(path, rank, group=group, timeout=timeout))
 
-    def _receiver_link(self, settings: Settings) -> LinkKeeper[ReceiverLink]:
+    def _receiver_link(self, settings: Settings, rank: int = 0) -> LinkKeeper[ReceiverLink]:
         path, timeout = settings.receiver_socket, settings.connect_timeout_s
-        return self._keeper(lambda: kvpd.client.connect_receiver(path, timeout=timeout))
+        return self._keeper(lambda: kvpd.client.connect_receiver(path, rank, timeout=timeout))
 
     def _keeper(self, connect: Callable[[], L]) -> LinkKeeper[L]:
         keeper = LinkKeeper(connect, lambda link: check_daemon(link, self._layout))
@@ -259,10 +263,15 @@ def check_daemon(link: Link, layout: Layout) -> None:
             f"kvpd's daemon {link.name} is configured with layout = {link.layout!r}, and this engine's is "
             f"{layout.text!r}"
         )
+    if link.ranks != layout.ranks:
+        raise LocalProtocolError(
+            f"kvpd's daemon {link.name} has ranks = {link.ranks}, and this engine's tensor_parallel_size is "
+            f"{layout.ranks}. Set ranks = {layout.ranks} for both daemons"
+        )
     needed = layout.chunk_tokens // layout.block_tokens * layout.block_bytes
     if link.chunk_bytes != needed:
         raise LocalProtocolError(
             f"kvpd's daemon {link.name} has chunk_bytes = {link.chunk_bytes}, and this engine needs {needed}: "
             f"{layout.chunk_tokens} tokens (chunk_tokens) in blocks of {layout.block_tokens} tokens and "
-            f"{layout.block_bytes} bytes. Set chunk_bytes = {needed} for both daemons"
+            f"{layout.block_bytes} bytes a rank. Set chunk_bytes = {needed} for both daemons"
         )

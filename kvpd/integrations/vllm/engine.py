@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -33,10 +34,12 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         for group in groups
         if not isinstance(group.kv_cache_spec, FullAttentionSpec)
     ]
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size != 1:
-            problems.append(f"{name} = {size}; a request's KV must be in one rank")
+            problems.append(
+                f"{name} = {size}; only the heads of a request's KV may be spread over ranks, by tensor_parallel_size"
+            )
     if problems:
         raise ValueError("KvpdConnector: " + "; ".join(problems))
 
@@ -65,7 +68,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Lay
         block_bytes=spec.page_size_bytes * len(group.layer_names),
         backend=backend,
         isa=isa,
-        ranks=vllm_config.parallel_config.world_size,
+        ranks=vllm_config.parallel_config.tensor_parallel_size,
     )
 
 
@@ -77,6 +80,11 @@ def _kernel(vllm_config: Any, spec: Any) -> tuple[str, str]:
 
     cache_dtype = vllm_config.cache_config.cache_dtype
     return "CPU_ATTN", _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype)
+
+
+def rank_of_worker() -> int:
+    """The tensor-parallel rank of the worker that this is called in."""
+    return int(get_tensor_model_parallel_rank())
 
 
 def blocks_of(tensors: Iterable[Any], blocks: int) -> KvBlocks:

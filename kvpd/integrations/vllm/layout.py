@@ -29,12 +29,12 @@ class Layout:
     block_tokens: int
     chunk_tokens: int
     layers: int
-    heads: int
+    heads: int  # of one rank
     head_dim: int
-    block_bytes: int  # of all layers
+    block_bytes: int  # of all layers, in one rank
     backend: str
     isa: str
-    ranks: int
+    ranks: int  # over which the heads are spread
 
     @property
     def text(self) -> str:

@@ -187,7 +187,13 @@ class Admission(Peers):
 
     def _written(self, session: Session, transfer: Transfer, message: WriteDone, slots: list[int], now: float) -> None:
         self._book.mark_written(transfer, message.rank, slots)
-        self._report_of(ReportName.CHUNKS_WRITTEN, transfer, first_chunk=message.first_chunk, chunks=message.count)
+        self._report_of(
+            ReportName.CHUNKS_WRITTEN,
+            transfer,
+            rank=message.rank,
+            first_chunk=message.first_chunk,
+            chunks=message.count,
+        )
         self._ack(session, message)
         self._complete_if_ready(transfer, now)
 

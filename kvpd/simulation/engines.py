@@ -14,6 +14,7 @@ from kvpd.core.events import RequestCancelled
 from kvpd.core.receiver import events as rev
 from kvpd.core.sender import events as sev
 from kvpd.errors import ErrorCode, TransferError
+from kvpd.simulation.plane import content_of
 from kvpd.simulation.receiver import SimulatedReceiver
 from kvpd.simulation.scenario import CancelBy, Claim, Misuse, Request, Style
 from kvpd.simulation.schedule import Call, Process
@@ -116,8 +117,9 @@ class PrefillTransfer:
         first = self._firsts[grant.stage] + grant.first
         for offset, entry in enumerate(grant.entries):
             if entry is not None:
-                content = (plan.keys[first + offset], entry.length)
-                self.engine.truth.filled(self.engine.sender, self.number, grant.piece, entry.local, content)
+                rank = self.engine.rank
+                content = content_of(plan.keys[first + offset], entry.length, rank)
+                self.engine.truth.filled(self.engine.sender, self.number, grant.piece, rank, entry.local, content)
         self._pieces_open -= 1
         piece = grant.piece + 100 if plan.misuse is Misuse.BAD_PIECE else grant.piece
         self.engine.say(lambda sender: sender.feed(sev.PieceFilled(self.number, piece)))
@@ -159,11 +161,19 @@ class PrefillTransfer:
 
 
 class PrefillEngine:
-    """One connection of a prefill engine to one start of a sender; see kvpd.service.engines.PrefillEngine."""
+    """One connection of a prefill engine's rank to one start of a sender; see kvpd.service.engines.PrefillEngine."""
 
     def __init__(
-        self, process: Process, sender: SimulatedSender, truth: Truth, random: Random, exercised: Callable[[str], None]
+        self,
+        process: Process,
+        sender: SimulatedSender,
+        truth: Truth,
+        random: Random,
+        exercised: Callable[[str], None],
+        number: int,
     ) -> None:
+        # The ranks of one engine have numbers in a row.
+        self._group, self.rank = divmod(number, sender.settings.ranks)
         self.process = process
         self.sender = sender
         self.truth = truth
@@ -200,7 +210,10 @@ class PrefillEngine:
         number = transfer.number = self.sender.new_number()
         self.transfers[number] = transfer
         self.truth.opened(self.sender, number, plan)
-        self.sender.open(sev.OpenRequested(number, 1, plan.req_id, receiver, total, notify), transfer)
+        event = sev.OpenRequested(
+            number, 1, plan.req_id, receiver, total, notify, rank=self.rank, group=f"engine-{self._group}"
+        )
+        self.sender.open(event, transfer)
         self.hear(transfer.begin)
 
     def hang_up(self) -> None:
@@ -231,7 +244,7 @@ class PrefillEngine:
 
 
 class DecodeEngine:
-    """One connection of a decode engine to one start of a receiver; see kvpd.service.engines.DecodeEngine."""
+    """One connection of a decode engine's rank to one start of a receiver; see kvpd.service.engines.DecodeEngine."""
 
     def __init__(
         self,
@@ -240,7 +253,9 @@ class DecodeEngine:
         truth: Truth,
         random: Random,
         exercised: Callable[[str], None],
+        number: int,
     ) -> None:
+        self.rank = number % receiver.settings.ranks
         self.process = process
         self.receiver = receiver
         self.truth = truth
@@ -265,7 +280,7 @@ class DecodeEngine:
         """Ask for a request's chunks."""
         number = next(self._numbers)
         self._plans[number] = (req_id, plan, sender_id)
-        event = rev.ClaimRequested(self._number, number, req_id, 0, plan.timeout_s, sender_id)
+        event = rev.ClaimRequested(self._number, number, req_id, self.rank, plan.timeout_s, sender_id)
         self._tell(event)
 
     def cancel(self, req_id: str) -> None:

@@ -23,6 +23,11 @@ from kvpd.simulation.schedule import Process, Schedule
 Content = tuple[bytes, int]  # a chunk's key and length: what its bytes are, as far as the world is concerned
 
 
+def content_of(key: bytes, length: int, rank: int) -> Content:
+    """What one rank has of a chunk: under the same key, other bytes than the others."""
+    return key + b"/rank %d" % rank if rank else key, length
+
+
 def checksum_of(content: Content | None) -> int:
     """What stands for a checksum of these bytes."""
     return zlib.crc32(repr(content).encode())
@@ -36,16 +41,21 @@ class Landing(Protocol):
 
 @attrs.define(eq=False)
 class Memory:
-    """A receiver's buffer, and the writes on their way into it, by slot."""
+    """A receiver's buffer, and the writes on their way into it, by slot: first all of rank 0's, then all of rank 1's.
+
+    `slots_per_rank` tells from such a number which slot it is.
+    """
 
     process: Process
     watcher: Landing
     slots: list[Content | None]
+    slots_per_rank: int
     flights: dict[int, dict[Flight, None]] = attrs.field(factory=dict)
 
     def in_flight(self, index: int) -> Iterable[Flight]:
-        """The writes that may still land in this slot."""
-        return self.flights.get(index, ())
+        """The writes that may still land in this slot of any rank."""
+        places = range(index, len(self.slots), self.slots_per_rank)
+        return [flight for place in places for flight in self.flights.get(place, ())]
 
 
 @attrs.define(eq=False)

@@ -67,8 +67,8 @@ class Population:
         self.senders: list[SimulatedSender] = []
         self.receiver_checks: dict[SimulatedReceiver, ReceiverChecks] = {}
         self.sender_checks: dict[SimulatedSender, SenderChecks] = {}
-        self.prefill: dict[tuple[int, int], PrefillEngine] = {}  # by sender and number
-        self.decode: dict[tuple[int, int], DecodeEngine] = {}  # by receiver and number
+        self.prefill: dict[tuple[int, int], PrefillEngine] = {}  # by sender and number, the ranks of an engine in a row
+        self.decode: dict[tuple[int, int], DecodeEngine] = {}  # by receiver and number, likewise
         self.proxies: list[SimulatedProxy] = []
         self.heard: dict[str, Heard] = {}  # by proxy address, over all its starts
         self.on_ready: Callable[[ProxyNotif], None] = lambda notif: None
@@ -144,6 +144,7 @@ class Population:
             total_slots=scenario.slots[number],
             chunk_bytes=scenario.chunk_bytes,
             layout=LAYOUT,
+            ranks=scenario.ranks,
             host=self._identity(process),
             allocation_timeout_s=limits.allocation_timeout_s,
             queue_depth_max=limits.queue_depth_max,
@@ -165,7 +166,7 @@ class Population:
         checks = self.receiver_checks[receiver] = ReceiverChecks(receiver, self.truth, self.coverage, self._audit_every)
         receiver.observers += [self.counter, self.trace.observer(process.name), checks]
         self.receivers[number:] = [receiver, *self.receivers[number + 1 :]]
-        for engine in range(scenario.decode_engines):
+        for engine in range(scenario.decode_engines * scenario.ranks):
             old = self.decode.get((number, engine))
             self.attach_decode(number, engine, old.process if old is not None else None)
 
@@ -179,6 +180,7 @@ class Population:
             staging_slots=scenario.staging_slots[number],
             chunk_bytes=scenario.chunk_bytes,
             layout=LAYOUT,
+            ranks=scenario.ranks,
             host=self._identity(process),
             proxy_address="proxy-0" if scenario.proxies else None,
             request_timeout_s=limits.request_timeout_s,
@@ -195,7 +197,7 @@ class Population:
         )
         sender.observers += [self.counter, self.trace.observer(process.name), checks]
         self.senders[number:] = [sender, *self.senders[number + 1 :]]
-        for engine in range(scenario.prefill_engines):
+        for engine in range(scenario.prefill_engines * scenario.ranks):
             old = self.prefill.get((number, engine))
             self.attach_prefill(number, engine, old.process if old is not None else None)
 
@@ -205,7 +207,7 @@ class Population:
         if process is None or not process.is_alive:
             process = self.new_process(self.scenario.sender_hosts[sender], name)
         self.prefill[sender, engine] = PrefillEngine(
-            process, self.senders[sender], self.truth, self.random_for(name), self.exercised
+            process, self.senders[sender], self.truth, self.random_for(name), self.exercised, engine
         )
 
     def attach_decode(self, receiver: int, engine: int, process: Process | None = None) -> None:
@@ -214,7 +216,7 @@ class Population:
         if process is None or not process.is_alive:
             process = self.new_process(self.scenario.receiver_hosts[receiver], name)
         connected = self.decode[receiver, engine] = DecodeEngine(
-            process, self.receivers[receiver], self.truth, self.random_for(name), self.exercised
+            process, self.receivers[receiver], self.truth, self.random_for(name), self.exercised, engine
         )
 
         def replace() -> None:

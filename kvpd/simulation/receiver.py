@@ -53,7 +53,7 @@ class SimulatedReceiver(Shell[ev.ReceiverEvent, ev.ReceiverAction]):
         self.settings = settings
         self.exercised = exercised
         self.address = address
-        self.memory = Memory(process, landing, [None] * settings.total_slots)
+        self.memory = Memory(process, landing, [None] * (settings.total_slots * settings.ranks), settings.total_slots)
         self.engines: dict[int, EngineSink] = {}
         self.workers_failing = 0
         self._engine_count = 0
@@ -134,12 +134,15 @@ class SimulatedReceiver(Shell[ev.ReceiverEvent, ev.ReceiverAction]):
             return
         self._targets[session_no] = target
         length = self.settings.total_slots * self.settings.chunk_bytes
-        self.feed(ev.SessionOpened(session_no, (Region(0, worker_address, 0, length, b"rkey"),)))
+        ranks = range(self.settings.ranks)
+        regions = tuple(Region(rank, worker_address, rank * length, length, b"rkey") for rank in ranks)
+        self.feed(ev.SessionOpened(session_no, regions))
         if process is not None:
             self._watch_process(session_no, process)
 
     def _verify(self, action: ev.VerifyChunks) -> None:
-        sums = (checksum_of(self.memory.slots[chunk.index]) for chunk in action.chunks)
+        first = action.message.rank * self.settings.total_slots
+        sums = (checksum_of(self.memory.slots[first + chunk.index]) for chunk in action.chunks)
         mismatched = sum(found != chunk.checksum for found, chunk in zip(sums, action.chunks, strict=True))
         self.feed(ev.ChunksVerified(action.transfer, action.message, mismatched))
 

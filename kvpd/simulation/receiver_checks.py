@@ -38,6 +38,7 @@ class Wanted:
     """A claim that was not answered yet."""
 
     req_id: str
+    rank: int
     sender_id: str | None
     until: float
 
@@ -69,7 +70,7 @@ class ReceiverChecks:
         """An event is about to be handled."""
         if isinstance(event, ev.ClaimRequested):
             until = self._receiver.schedule.now + event.timeout_s
-            self._claims[event.engine, event.claim] = Wanted(event.req_id, event.sender_id, until)
+            self._claims[event.engine, event.claim] = Wanted(event.req_id, event.rank, event.sender_id, until)
 
     def after(self, event: ev.ReceiverEvent, actions: Sequence[ev.ReceiverAction]) -> None:
         """An event has been handled."""
@@ -130,6 +131,8 @@ class ReceiverChecks:
             case ReportName.CLAIM_RETURNED:
                 settings = self._receiver.settings
                 self._ages.begin(Stage.CLAIM, transfer, max(settings.claim_grace_s, settings.ready_ttl_s))
+            case ReportName.TRANSFER_EXPIRED if int(fields["unclaimed_ranks"]) < self._receiver.settings.ranks:
+                self._ages.end(Stage.CLAIM, transfer)  # other ranks read it, and its end is theirs
             case ReportName.TRANSFER_EXPIRED | ReportName.TRANSFER_RELEASED:
                 self._ended(transfer, str(report.req_id))
             case ReportName.TRANSFER_FENCED:
@@ -178,12 +181,13 @@ class ReceiverChecks:
         self._reserved_sum -= chunks
 
     def _completed(self, transfer: TransferId) -> None:
-        expected = self._truth.expected(transfer, self._receiver.settings.chunk_bytes)
         record = self._core._book.get(transfer)
-        if expected is not None:
-            assert record is not None
-            slots = tuple(record.slots[position] for position in range(len(expected)))
-            self._truth.verify(self._receiver, f"{transfer}, complete", slots, expected)
+        for rank in range(self._receiver.settings.ranks):
+            expected = self._truth.expected(transfer, self._receiver.settings.chunk_bytes, rank)
+            if expected is not None:
+                assert record is not None
+                slots = tuple(record.slots[position] for position in range(len(expected)))
+                self._truth.verify(self._receiver, f"{transfer}, complete", slots, rank, expected)
         self._truth.completed.add(transfer)
         self._ages.begin(Stage.CLAIM, transfer, self._receiver.settings.ready_ttl_s)
         self._reserved_sum -= self._reserved.pop(transfer)
@@ -271,7 +275,7 @@ class ReceiverChecks:
             raise Violation(Rule.AS_NAMED, f"{grant.transfer} was granted to who wants {wanted.sender_id}'s")
         if grant.transfer not in self._truth.completed or grant.transfer in self._over:
             raise Violation(Rule.NOTIFY_AFTER_LANDING, f"{grant.transfer} was granted and is not complete")
-        self._truth.granted(self._receiver, grant)
+        self._truth.granted(self._receiver, grant, wanted.rank)
 
     def _claim_answered(self, engine: int, claim: int) -> Wanted:
         wanted = self._claims.pop((engine, claim), None)

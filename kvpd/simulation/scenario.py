@@ -72,6 +72,7 @@ class Request:
     leave_s: float = 0.01  # from the end of the transfer until the engine lets go
     claims: tuple[Claim, ...] = ()
     proxy: int | None = None
+    rank_skew_s: float = 0.0  # how much later each rank opens than the one before; negative: the last one comes first
 
 
 class FaultKind(enum.StrEnum):
@@ -194,6 +195,7 @@ class Scenario:
     prefill_engines: int = 2  # of each sender
     decode_engines: int = 2  # of each receiver
     proxies: int = 2
+    ranks: int = 1  # of each engine, every one in a process of its own
     all_arrive: bool = False  # nothing goes wrong that cannot be put right, and time is ample
 
     @property

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import attrs
 
-from kvpd.core.events import Report, TransferId
+from kvpd.core.events import Report, ReportName, TransferId
 from kvpd.core.messages import AnyMessage, Notification, ProxyAck, Verify
 from kvpd.core.sender import SenderCore, SenderSettings
 from kvpd.core.sender import events as ev
@@ -140,12 +140,15 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
         super().__init__(process, self.core)
         self.settings = settings
         self.exercised = exercised
-        self.staging: list[Content | None] = [None] * settings.staging_slots
+        # First all slots of rank 0, then all of rank 1.
+        self.staging: list[Content | None] = [None] * (settings.staging_slots * settings.ranks)
         self.requests: dict[int, Request] = {}
         self.lines: dict[str, Line] = {}
         self.batches: dict[tuple[int, int], Batch] = {}  # every piece that was ever put
         self.endpoints: dict[int, Endpoint | None] = {}
         self.sinks: dict[int, TransferSink] = {}
+        self._transfer_of: dict[int, int] = {}  # which transfer an open has come to belong to
+        self._opening = 0
         self._network = network
         self._plane = plane
         self._outside = outside
@@ -161,7 +164,8 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
             self.process.soon(delay_s, lambda: self.feed(ev.ClockJumped(gap_s)))
 
     def identity(self, number: int) -> TransferId:
-        """A transfer of this start of the sender."""
+        """A transfer of this start of the sender, by the number of any rank's open of it."""
+        number = self._transfer_of.get(number, number)
         return TransferId(self.settings.sender_id, self.settings.incarnation, number)
 
     def new_number(self) -> int:
@@ -173,6 +177,7 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
         number = event.transfer_no
         self.sinks[number] = sink
         self.requests[number] = Request(self, number)
+        self._opening = number
         self.feed(event)
         if number not in self.sinks:
             self.requests.pop(number, None)
@@ -185,16 +190,14 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
 
     def perform(self, action: ev.SenderAction) -> None:
         match action:
+            case Report(ReportName.TRANSFER_JOINED, TransferId(transfer_no=transfer_no)):
+                self._transfer_of[self._opening] = transfer_no
             case Report():
                 pass
             case ev.SendToPeer(receiver, message):
                 self.lines[receiver].send(Way.TO_RECEIVER, message)
-            case ev.PostPuts(number, piece, endpoint_no, puts, verify):
-                endpoint = self.endpoints.get(endpoint_no)
-                if endpoint is None or endpoint.is_broken:
-                    self.feed(ev.PutsFailed(number, piece, "the endpoint is closed"))
-                else:
-                    self.requests[number].post(piece, endpoint, puts, verify)
+            case ev.PostPuts():
+                self._post(action)
             case ev.GrantPiece(number):
                 if number in self.sinks:
                     self.sinks[number].granted(action)
@@ -223,6 +226,15 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
             case ev.CloseEndpoint(_, endpoint_no):
                 if (endpoint := self.endpoints.pop(endpoint_no)) is not None:
                     endpoint.force_close()
+
+    def _post(self, action: ev.PostPuts) -> None:
+        endpoint = self.endpoints.get(action.endpoint)
+        if endpoint is None or endpoint.is_broken:
+            self.feed(ev.PutsFailed(action.transfer_no, action.piece, "the endpoint is closed"))
+            return
+        here, there = action.rank * self.settings.staging_slots, action.rank * endpoint.target.memory.slots_per_rank
+        puts = tuple(ev.StagedSlot(here + put.local, there + put.remote, put.length) for put in action.puts)
+        self.requests[action.transfer_no].post(action.piece, endpoint, puts, action.verify)
 
     def _connect(self, receiver: str) -> None:
         settings = self.settings

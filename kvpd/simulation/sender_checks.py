@@ -33,6 +33,7 @@ class SenderChecks:
         self._opened: dict[int, float] = {}  # live, and since when
         self._proxies: dict[int, str] = {}  # of those, the ones whose end a proxy must hear of
         self._untold: dict[int, str] = {}  # ended in this step, and its proxy was not told yet
+        self._opens: dict[int, ev.OpenRequested] = {}
         self._known: set[int] = set()  # not refused at once
         self._admitted: set[int] = set()
         self._allocated: set[tuple[int, int]] = set()  # transfer, position of a batch's first chunk
@@ -51,6 +52,7 @@ class SenderChecks:
                 proxy = event.notify or self._sender.settings.proxy_address
                 if proxy is not None:
                     self._proxies[number] = proxy
+                self._opens[number] = event
             case ev.PieceFilled(number, piece):
                 for use in self._uses(number):
                     use.is_filled |= use.piece == piece
@@ -63,12 +65,14 @@ class SenderChecks:
 
     def _uses(self, number: int) -> list[Use]:
         sender = self._sender
-        slots = range(sender.settings.staging_slots)
+        slots = range(len(sender.staging))
         uses = (self._truth.staged.get((sender, local)) for local in slots)
         return [use for use in uses if use is not None and use.number == number]
 
     def after(self, event: ev.SenderEvent, actions: Sequence[ev.SenderAction]) -> None:
         """An event has been handled."""
+        if isinstance(event, ev.OpenRequested) and not self._begins(event, actions):
+            self._proxies.pop(event.transfer_no, None)  # the first rank's open stands for all
         for action in actions:
             match action:
                 case Report():
@@ -91,6 +95,15 @@ class SenderChecks:
         if self._steps % self._audit_every == 0:
             self._core.audit()
             self.check_bounds()
+
+    def _begins(self, event: ev.OpenRequested, actions: Sequence[ev.SenderAction]) -> bool:
+        """Whether an open begins a transfer, or is refused one: not if it joins another rank's, which may be over."""
+        names = {action.name for action in actions if isinstance(action, Report)}
+        if ReportName.TRANSFER_OPENED in names:
+            return True
+        others = [one for one in self._opens.values() if one.req_id == event.req_id and one.rank != event.rank]
+        has_failed = any(self._ended.get(one.transfer_no) is not None for one in others)
+        return ReportName.TRANSFER_JOINED not in names and not has_failed
 
     def _reported(self, report: Report) -> None:
         code = report.fields.get("code")
@@ -122,19 +135,18 @@ class SenderChecks:
 
     def _granted(self, grant: ev.GrantPiece) -> None:
         sender, number = self._sender, grant.transfer_no
-        plan = self._truth.requests[sender.identity(number)]
-        first = [0, *accumulate(plan.batches)][grant.stage]
-        if (number, first) not in self._allocated:
+        transfer = sender.identity(number)
+        first = [0, *accumulate(self._truth.requests[transfer].batches)][grant.stage]
+        if (transfer.transfer_no, first) not in self._allocated:
             detail = f"{sender.process.name} stages transfer {number}, chunk {first}, before it has remote room"
             raise Violation(Rule.ORDER_OF_RESOURCES, detail)
-        for entry in grant.entries:
-            if entry is None:
-                continue
-            use = self._truth.staged.get((sender, entry.local))
+        offset = self._opens[number].rank * sender.settings.staging_slots
+        for local in [offset + entry.local for entry in grant.entries if entry is not None]:
+            use = self._truth.staged.get((sender, local))
             if use is not None and self._is_in_use(use):
-                detail = f"staging slot {entry.local} of {sender.process.name} goes to transfer {number} and is {use}'s"
+                detail = f"staging slot {local} of {sender.process.name} goes to transfer {number} and is {use}'s"
                 raise Violation(Rule.ONE_WRITER, detail)
-            self._truth.staged[sender, entry.local] = Use(number, grant.piece)
+            self._truth.staged[sender, local] = Use(number, grant.piece)
 
     def _is_in_use(self, use: Use) -> bool:
         """Whether an engine may still write the slot, or a put read it (a stuck one reads it into quarantine)."""
@@ -187,8 +199,8 @@ class SenderChecks:
             self.told[number] = proxy
 
     def _check_settled(self) -> None:
-        transfers = self._core._transfers
-        for number in [number for number in self._ending if number not in transfers]:
+        shares = self._core._shares
+        for number in [number for number in self._ending if number not in shares]:
             del self._ending[number]
             if number in self._known:  # one that was refused at once never was anything
                 self._cover("cancelling", "settled")

@@ -69,9 +69,9 @@ def _first(group: BaseExceptionGroup[Any]) -> BaseException:
     return exc
 
 
-def content(key: bytes, length: int) -> bytes:
-    """The bytes of a chunk, which its key and its length decide."""
-    return random.Random(key).randbytes(length)  # noqa: S311
+def content(key: bytes, length: int, rank: int) -> bytes:
+    """The bytes that a rank has of a chunk, which its key and its length decide."""
+    return random.Random(key + b"/%d" % rank).randbytes(length)  # noqa: S311
 
 
 class ServiceWorld:
@@ -182,9 +182,10 @@ class ServiceWorld:
     async def _request(self, request: Request) -> None:
         await trio.sleep(request.at)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._send, request)
-            for claim in request.claims:
-                nursery.start_soon(self._read, request, claim)
+            for rank in range(self.scenario.ranks):
+                nursery.start_soon(self._send, request, rank)
+                for claim in request.claims:
+                    nursery.start_soon(self._read, request, claim, rank)
             if request.cancel_by is not CancelBy.NOBODY:
                 nursery.start_soon(self._cancel, request)
 
@@ -201,16 +202,18 @@ class ServiceWorld:
             finally:
                 del tasks[scope], daemon.users[scope]
 
-    async def _send(self, request: Request) -> None:
+    async def _send(self, request: Request, rank: int) -> None:
+        skew_s = request.rank_skew_s
+        await trio.sleep(max(0.0, -skew_s * (self.scenario.ranks - 1)) + rank * skew_s)
         daemon = self._daemons.named(f"sender-{request.sender}")
         await daemon.up.wait()
         with self._surviving(daemon, self._sending, request.req_id):
-            await self._send_through(self._daemons.senders[request.sender], request)
+            await self._send_through(self._daemons.senders[request.sender], request, rank)
 
-    async def _send_through(self, sender: Sender, request: Request) -> None:
+    async def _send_through(self, sender: Sender, request: Request, rank: int) -> None:
         receiver = receiver_address(request.receiver)
         total = 0 if request.misuse is Misuse.NO_TOTAL else len(request.keys)
-        async with sender.open(request.req_id, receiver=receiver, total_chunks=total) as transfer:
+        async with sender.open(request.req_id, receiver=receiver, total_chunks=total, rank=rank) as transfer:
             self._note(f"{request.req_id} opened at sender-{request.sender}")
             if request.style is Style.NEVER:
                 await transfer.wait_ended()
@@ -218,12 +221,12 @@ class ServiceWorld:
                 first = 0
                 for count in request.batches:
                     await trio.sleep(request.compute_s)
-                    await self._stage(transfer, request, first, count)
+                    await self._stage(transfer, request, rank, first, count)
                     first += count
-        self.finished += 1
+        self.finished += rank == 0
         self._note(f"{request.req_id} is done")
 
-    async def _stage(self, transfer: Transfer, request: Request, first: int, count: int) -> None:
+    async def _stage(self, transfer: Transfer, request: Request, rank: int, first: int, count: int) -> None:
         is_last = first + count == len(request.keys)
         keys = request.keys[first : first + count]
         if is_last and request.misuse is Misuse.OVERFLOW:
@@ -233,11 +236,11 @@ class ServiceWorld:
             position = first
             async for slot in slots:
                 if slot is not None:
-                    slot[:] = content(keys[position - first], len(slot))
+                    slot[:] = content(keys[position - first], len(slot), rank)
                 position += 1
             await trio.sleep(request.fill_s)
 
-    async def _read(self, request: Request, claim: Claim) -> None:
+    async def _read(self, request: Request, claim: Claim, rank: int) -> None:
         if claim.at is not None:
             await trio.sleep_until(self._started + claim.at)
         daemon = self._daemons.named(f"receiver-{request.receiver}")
@@ -245,18 +248,20 @@ class ServiceWorld:
         receiver = self._daemons.receivers[request.receiver]
         sender_id = f"sender-{request.sender}" if claim.names_sender else None
         with self._surviving(daemon, self._reading, f"the claim of {request.req_id}"):
-            async with receiver.claim(request.req_id, timeout_s=claim.timeout_s, sender_id=sender_id) as chunks:
-                self._verify(request, chunks)
+            async with receiver.claim(
+                request.req_id, timeout_s=claim.timeout_s, rank=rank, sender_id=sender_id
+            ) as chunks:
+                self._verify(request, rank, chunks)
                 await trio.sleep(claim.read_s)
-                self._verify(request, chunks)
+                self._verify(request, rank, chunks)
                 self.arrived.add(request.req_id)
 
-    def _verify(self, request: Request, chunks: Sequence[Chunk]) -> None:
+    def _verify(self, request: Request, rank: int, chunks: Sequence[Chunk]) -> None:
         lengths = [self.scenario.chunk_bytes] * (len(request.keys) - 1) + [request.last_chunk_bytes]
         if [chunk.key for chunk in chunks] != list(request.keys):
             raise Violation(Rule.TRUTH, f"{request.req_id} was granted other keys than its own")
         for chunk, length in zip(chunks, lengths, strict=True):
-            if bytes(chunk.view) != content(chunk.key, length):
+            if bytes(chunk.view) != content(chunk.key, length, rank):
                 raise Violation(Rule.TRUTH, f"slot {chunk.index} does not hold {chunk.key!r} of {request.req_id}")
             self.bytes_verified += length
 

@@ -96,6 +96,7 @@ class Daemons:
             control_address=receiver_address(number),
             buffer_size=scenario.slots[number] * scenario.chunk_bytes,
             chunk_bytes=scenario.chunk_bytes,
+            ranks=scenario.ranks,
             allocation_timeout_s=limits.allocation_timeout_s,
             queue_depth_max=limits.queue_depth_max,
             progress_timeout_s=limits.progress_timeout_s,
@@ -118,6 +119,7 @@ class Daemons:
             name=daemon.name,
             staging_size=scenario.staging_slots[number] * scenario.chunk_bytes,
             chunk_bytes=scenario.chunk_bytes,
+            ranks=scenario.ranks,
             proxy_address=PROXY_ADDRESS,
             request_timeout_s=limits.request_timeout_s,
         )

@@ -11,7 +11,7 @@ import attrs
 from kvpd.core.events import TransferId
 from kvpd.core.receiver import events as rev
 from kvpd.core.sender.events import StagedSlot
-from kvpd.simulation.plane import Content, Flight, Memory
+from kvpd.simulation.plane import Content, Flight, Memory, content_of
 from kvpd.simulation.receiver import SimulatedReceiver
 from kvpd.simulation.rules import Rule, Violation
 from kvpd.simulation.scenario import Request
@@ -32,6 +32,7 @@ class Reading:
     """A granted claim whose engine may be reading."""
 
     grant: rev.GrantClaim
+    rank: int
     expected: tuple[Content, ...]
 
 
@@ -49,13 +50,13 @@ class Truth:
         self._readings: dict[tuple[SimulatedReceiver, int, int], Reading] = {}
         self._readers: dict[tuple[SimulatedReceiver, int], int] = {}  # of a slot, how many
 
-    def expected(self, transfer: TransferId, chunk_bytes: int) -> tuple[Content, ...] | None:
-        """A transfer's chunks, in order; None for one that no engine of ours has opened."""
+    def expected(self, transfer: TransferId, chunk_bytes: int, rank: int) -> tuple[Content, ...] | None:
+        """What a rank has of a transfer's chunks, in order; None for one that no engine of ours has opened."""
         plan = self.requests.get(transfer)
         if plan is None:
             return None
         lengths = [chunk_bytes] * (len(plan.keys) - 1) + [plan.last_chunk_bytes]
-        return tuple(zip(plan.keys, lengths, strict=True))
+        return tuple(content_of(key, length, rank) for key, length in zip(plan.keys, lengths, strict=True))
 
     # -------------------------------------------------------------- prefill engines
 
@@ -63,8 +64,9 @@ class Truth:
         """An engine opens a transfer."""
         self.requests[sender.identity(number)] = plan
 
-    def filled(self, sender: SimulatedSender, number: int, piece: int, local: int, content: Content) -> None:
-        """An engine writes a chunk into a staging slot that it was granted."""
+    def filled(self, sender: SimulatedSender, number: int, piece: int, rank: int, local: int, content: Content) -> None:
+        """An engine of this rank writes a chunk into a staging slot that it was granted."""
+        local += rank * sender.settings.staging_slots
         use = self.staged.get((sender, local))
         if sender.process.is_alive and (use is None or (use.number, use.piece) != (number, piece)):
             detail = f"piece {piece} of transfer {number} fills staging slot {local}, which belongs to {use}"
@@ -94,36 +96,39 @@ class Truth:
 
     def landed(self, flight: Flight) -> None:
         """Bytes have arrived in a slot: it must still be this transfer's to write."""
-        memory, index, transfer = flight.target.memory, flight.put.remote, flight.batch.transfer
+        memory, transfer = flight.target.memory, flight.batch.transfer
+        rank, index = divmod(flight.put.remote, memory.slots_per_rank)
         slot = self.receivers[memory].core._book.pool.slot(index)
         told = self.told.get((memory, transfer), {})
         if told.get(index) is not slot:
             detail = f"{transfer} wrote slot {index} of {memory.process.name} after it was freed; it is {slot} now"
             raise Violation(Rule.FENCE, detail)
-        if slot.state.value not in ("writing", "quarantined"):
-            detail = f"{transfer} wrote slot {index} of {memory.process.name}, which is {slot.state.value}"
+        is_written = slot.state.value == "writing" and rank not in slot.ranks_missing
+        if is_written or slot.state.value not in ("writing", "quarantined"):
+            detail = f"{transfer} wrote slot {index} of {memory.process.name}, rank {rank}, which is {slot}"
             raise Violation(Rule.NOTIFY_AFTER_LANDING, detail)
 
     # -------------------------------------------------------------- reads
 
     def verify(
-        self, receiver: SimulatedReceiver, who: str, slots: tuple[int, ...], expected: tuple[Content, ...]
+        self, receiver: SimulatedReceiver, who: str, slots: tuple[int, ...], rank: int, expected: tuple[Content, ...]
     ) -> None:
-        """These slots hold exactly these chunks."""
+        """These slots of a rank hold exactly these chunks."""
         memory = receiver.memory.slots
-        for index, content in zip(slots, expected, strict=True):
+        first = rank * receiver.memory.slots_per_rank
+        for index, content in zip((first + slot for slot in slots), expected, strict=True):
             if memory[index] != content:
                 detail = f"{who}: slot {index} of {receiver.process.name} holds {memory[index]}, not {content}"
                 raise Violation(Rule.TRUTH, detail)
             self.bytes_verified += content[1]
 
-    def granted(self, receiver: SimulatedReceiver, grant: rev.GrantClaim) -> None:
+    def granted(self, receiver: SimulatedReceiver, grant: rev.GrantClaim, rank: int) -> None:
         """An engine may read from now on: its own chunks, in order, each with its own bytes."""
-        expected = self.expected(grant.transfer, receiver.settings.chunk_bytes)
-        promised = tuple((chunk.key, chunk.length) for chunk in grant.chunks)
+        expected = self.expected(grant.transfer, receiver.settings.chunk_bytes, rank)
+        promised = tuple(content_of(chunk.key, chunk.length, rank) for chunk in grant.chunks)
         if expected is None or promised != expected:
             raise Violation(Rule.TRUTH, f"{grant.transfer} was granted as {promised}, not {expected}")
-        reading = self._readings[receiver, grant.engine, grant.claim] = Reading(grant, expected)
+        reading = self._readings[receiver, grant.engine, grant.claim] = Reading(grant, rank, expected)
         for chunk in grant.chunks:
             self._readers[receiver, chunk.index] = self._readers.get((receiver, chunk.index), 0) + 1
         self._verify_reading(receiver, reading)
@@ -131,7 +136,7 @@ class Truth:
     def _verify_reading(self, receiver: SimulatedReceiver, reading: Reading) -> None:
         grant = reading.grant
         slots = tuple(chunk.index for chunk in grant.chunks)
-        self.verify(receiver, f"the claim of {grant.transfer}", slots, reading.expected)
+        self.verify(receiver, f"the claim of {grant.transfer}", slots, reading.rank, reading.expected)
 
     def read(self, receiver: SimulatedReceiver, engine: int, claim: int) -> None:
         """An engine has read what it claimed until now, and reads it no more."""

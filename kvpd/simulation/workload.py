@@ -33,6 +33,7 @@ class Draw:
     kinds: tuple[FaultKind, ...] = tuple(FaultKind)
     limits: Limits = attrs.field(factory=Limits)
     put_s: float = 0.005
+    ranks: int = 1
     all_arrive: bool = False
     requests: list[Request] = attrs.field(factory=list)
 
@@ -115,6 +116,7 @@ class Draw:
             limits=self.limits,
             requests=tuple(sorted(self.requests, key=lambda request: request.at)),
             faults=faults,
+            ranks=self.ranks,
             all_arrive=self.all_arrive,
         )
 
@@ -318,6 +320,25 @@ def _lossy(draw: Draw) -> None:
     draw.kinds = (FaultKind.CONGESTION, FaultKind.DISCONNECT, FaultKind.DUPLICATION)
 
 
+def _two_ranks(draw: Draw) -> None:
+    """Engines of two ranks or three, which open each request at different moments, and die one without the other."""
+    _anything(draw)
+    draw.ranks = draw.random.choice((2, 2, 3))
+    draw.requests = [
+        attrs.evolve(request, rank_skew_s=draw.random.choice((0.0, 0.0, 0.001, 0.5, -0.5, 5.0)))
+        for request in draw.requests
+    ]
+
+
+def _calm_ranks(draw: Draw) -> None:
+    """Nothing goes wrong, and two ranks take many requests in different orders: everything arrives."""
+    _calm(draw)
+    draw.ranks = 2
+    draw.requests = [
+        attrs.evolve(request, rank_skew_s=draw.random.choice((0.0, 0.2, -0.2, 3.0, -3.0))) for request in draw.requests
+    ]
+
+
 def _calm(draw: Draw) -> None:
     """Nothing goes wrong: then everything arrives, however little room there is."""
     draw.faults = 0
@@ -349,6 +370,8 @@ WORKLOADS: Final[Mapping[str, Callable[[Draw], None]]] = {
     "lossy": _lossy,
     "mooncake": _mooncake,
     "azure-code": _azure_code,
+    "two-ranks": _two_ranks,
+    "calm-ranks": _calm_ranks,
 }
 
 

@@ -141,12 +141,16 @@ class World:
     # -------------------------------------------------------------- requests
 
     def _plan(self, request: Request) -> None:
-        self._planned += 1
-        self.schedule.at(request.at, lambda: self._open(request, _RETRIES))
+        ranks, skew_s = self.scenario.ranks, request.rank_skew_s
+        first = max(0.0, -skew_s * (ranks - 1))
+        for rank in range(ranks):
+            self._planned += 1
+            at = request.at + first + rank * skew_s
+            self.schedule.at(at, lambda rank=rank: self._open(request, rank, _RETRIES))  # type: ignore[misc]
         for claim in request.claims:
             if claim.at is not None:
-                self._planned += 1
-                self.schedule.at(claim.at, lambda claim=claim: self._claim(request, claim, _RETRIES))  # type: ignore[misc]
+                self.schedule.at(claim.at, lambda claim=claim: self._claim_all(request, claim))  # type: ignore[misc]
+                self._planned += ranks
         if request.cancel_by is CancelBy.DECODE:
             self.schedule.at(request.at + request.cancel_after_s, lambda: self._cancel_at_decode(request))
 
@@ -155,21 +159,27 @@ class World:
             self._planned += 1
             self.schedule.after(_RETRY_S, call)
 
-    def _open(self, request: Request, left: int) -> None:
+    def _open(self, request: Request, rank: int, left: int) -> None:
         self._planned -= 1
-        engine = self.people.prefill[request.sender, request.engine % self.scenario.prefill_engines]
+        number = request.engine % self.scenario.prefill_engines * self.scenario.ranks + rank
+        engine = self.people.prefill[request.sender, number]
         if not engine.is_connected:
-            self._again(left, lambda: self._open(request, left - 1))
+            self._again(left, lambda: self._open(request, rank, left - 1))
             return
         proxy = f"proxy-{request.proxy}" if request.proxy is not None else None
         receiver = f"receiver-{request.receiver}:7300"
         engine.process.run(lambda: engine.open(request, receiver, proxy))
 
-    def _claim(self, request: Request, claim: Claim, left: int) -> None:
+    def _claim_all(self, request: Request, claim: Claim) -> None:
+        for rank in range(self.scenario.ranks):
+            self._claim(request, claim, rank, _RETRIES)
+
+    def _claim(self, request: Request, claim: Claim, rank: int, left: int) -> None:
         self._planned -= 1
-        engine = self.people.decode[request.receiver, claim.engine % self.scenario.decode_engines]
+        number = claim.engine % self.scenario.decode_engines * self.scenario.ranks + rank
+        engine = self.people.decode[request.receiver, number]
         if not engine.is_connected:
-            self._again(left, lambda: self._claim(request, claim, left - 1))
+            self._again(left, lambda: self._claim(request, claim, rank, left - 1))
             return
         sender_id = f"sender-{request.sender}" if claim.names_sender else None
         engine.process.run(lambda: engine.claim(request.req_id, claim, sender_id))
@@ -185,8 +195,8 @@ class World:
         assert request is not None, "a notification of a transfer that nobody opened"
         for claim in request.claims:
             if claim.at is None:
-                self._planned += 1
-                self._claim(request, claim, _RETRIES)
+                self._planned += self.scenario.ranks
+                self._claim_all(request, claim)
 
     # -------------------------------------------------------------- rest
 

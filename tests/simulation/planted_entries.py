@@ -18,6 +18,7 @@ from kvpd.core.receiver.transfers import Transfer as ReceiverTransfer
 from kvpd.core.receiver.transfers import TransferBook
 from kvpd.core.sender import SenderCore
 from kvpd.core.sender import events as sev
+from kvpd.core.sender.joining import Joining
 from kvpd.core.sender.notifier import Notifier, Pending
 from kvpd.core.sender.records import Peer
 from kvpd.core.sender.staging import Staging
@@ -36,6 +37,12 @@ ENTRIES = Bed()
 def _one_at_a_time(patch: Patch) -> None:
     """While one of a sender's requests waits for admission, its others' batches wait behind it."""
     patch.setattr(ReceiverCore, "_message_received", _deaf_while_queued(AllocRequest))
+
+
+@ENTRIES.plant("fault-02-each-rank-by-itself", "calm-ranks", Rule.PROGRESS, Rule.BOUNDED)
+def _ranks_apart(patch: Patch) -> None:
+    """Each rank's open is a transfer of its own, admitted by itself."""
+    patch.setattr(Joining, "find", lambda self, key, rank: None)
 
 
 @ENTRIES.plant("fault-03-cancel-behind-the-lock", "cancel-storm", Rule.ONLY_ADMISSION_WAITS)

@@ -214,6 +214,43 @@ def _mismatch_is_ignored(patch: Patch) -> None:
     patch.setattr(ReceiverCore, "_chunks_verified", wrong)
 
 
+@OTHERS.plant("check-windows", "calm-ranks", Rule.TRUTH, Rule.NOTIFY_AFTER_LANDING)
+def _one_window(patch: Patch) -> None:
+    """All ranks' puts go into the first one's window."""
+    piece_filled = SenderCore._piece_filled
+
+    def wrong(self: SenderCore, number: int, piece_no: int, now: float) -> None:
+        piece_filled(self, number, piece_no, now)
+        self._actions = [attrs.evolve(a, rank=0) if isinstance(a, sev.PostPuts) else a for a in self._actions]
+
+    patch.setattr(SenderCore, "_piece_filled", wrong)
+
+
+@OTHERS.plant("check-every-rank-is-awaited", "calm-ranks", Rule.NOTIFY_AFTER_LANDING)
+def _first_rank_is_enough(patch: Patch) -> None:
+    """A transfer is done when the ranks that have opened it are."""
+    finish = SenderCore._finish_if_acknowledged
+
+    def wrong(self: SenderCore, transfer: SenderTransfer, now: float) -> None:
+        missing, transfer.roll.missing = transfer.roll.missing, set()
+        finish(self, transfer, now)
+        transfer.roll.missing = missing
+
+    patch.setattr(SenderCore, "_finish_if_acknowledged", wrong)
+
+
+@OTHERS.plant("check-slots-wait-for-every-rank", "calm-ranks", Rule.NOTIFY_AFTER_LANDING, Rule.TRUTH)
+def _one_rank_makes_ready(patch: Patch) -> None:
+    """A slot is ready when one rank's part of it has landed."""
+    written = SlotPool.written
+
+    def wrong(self: SlotPool, index: int, rank: int) -> bool:
+        self.slot(index).ranks_missing.intersection_update({rank})
+        return written(self, index, rank)
+
+    patch.setattr(SlotPool, "written", wrong)
+
+
 @OTHERS.plant("check-bypass-is-bounded", "huge-among-small", Rule.NO_OVERTAKING)
 def _bypass_without_end(patch: Patch) -> None:
     """Where some may pass the head of the queue, all may."""

@@ -1,10 +1,8 @@
 """Every check can fail: each wrong line that is planted into the cores is found by the simulation, within few seeds.
 
 One plant for each of the ten invariants, each entry of DESIGN section 12 that the cores can meet, and each check that
-none of those trips. Not here, because the cores cannot meet them:
+none of those trips. Not here, because the cores cannot meet it:
 
-- entry 2, two ranks that admit in opposite order: there is one ledger for all ranks, so there is no line to get wrong;
-  tests/core/test_faults.py holds that all ranks share it.
 - entry 22, a close() that hangs: closing is the service's business; tests/service/test_lifetime.py.
 """
 
@@ -53,4 +51,4 @@ def test_every_invariant_and_every_entry_that_the_cores_can_meet_is_planted() ->
     invariants = {plant.name[: len("invariant-00")] for plant in INVARIANTS}
     assert invariants == {f"invariant-{number:02}" for number in range(1, 11)}
     entries = {plant.name[: len("fault-00")] for plant in ENTRIES}
-    assert entries == {f"fault-{number:02}" for number in range(1, 23)} - {"fault-02", "fault-22"}
+    assert entries == {f"fault-{number:02}" for number in range(1, 23)} - {"fault-22"}

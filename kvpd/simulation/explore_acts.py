@@ -46,8 +46,9 @@ class Acts(Moves):
         session = step.sessions[at]
         step.sessions[at] = session._replace(is_made=True)
         address = f"{step.receiver_incarnation}/{session.number}".encode()
-        region = Region(0, address, 4096, self.config.slots * CHUNK_BYTES, b"rkey")
-        step.tell_receiver(rev.SessionOpened(session.number, (region,)))
+        size = self.config.slots * CHUNK_BYTES
+        regions = [Region(rank, address, 4096 + rank * size, size, b"rkey") for rank in range(self.config.ranks)]
+        step.tell_receiver(rev.SessionOpened(session.number, tuple(regions)))
 
     def _do_died(self, step: Step, at: int) -> None:
         session = step.sessions[at]
@@ -71,7 +72,7 @@ class Acts(Moves):
         puts = piece.puts[:number] + piece.puts[number + 1 :]
         pieces = (*task.pieces[:place], piece._replace(puts=puts), *task.pieces[place + 1 :])
         step.tasks[at] = task._replace(pieces=pieces)
-        step.land((task.sender, step.incarnation(task.sender), task.transfer_no), put)
+        step.land(step.owner(task), put)
 
     def _do_late(self, step: Step, at: int) -> None:
         item = step.loose.pop(at)
@@ -108,8 +109,10 @@ class Acts(Moves):
         core = self.sender_cores.entries[step.senders[request.sender]].core
         number = max(1, core._highest_no + 1)
         step.prefill[at] = Prefill(is_opened=True, holds=True, transfer_no=number)
-        event = sev.OpenRequested(number, 1, request.req_id, RECEIVER, len(request.keys))
+        event = sev.OpenRequested(number, 1, request.req_id, RECEIVER, len(request.keys), rank=request.rank)
         step.tell_sender(request.sender, event)
+        if step.prefill[at].holds:
+            step.prefill[at] = step.prefill[at]._replace(joined=step.transfer_of(request.sender, number))
         if not self.config.stages_late:
             for _ in request.batches:
                 self._do_stage(step, at)
@@ -155,15 +158,16 @@ class Acts(Moves):
         step.decode[at] = step.decode[at]._replace(is_waiting=True)
         name = None if sender is None else f"s{sender}"
         # An engine's number for its claim is anything to the core: its label, for a mirror image to exchange.
-        number: Any = self.labels[at]
-        step.tell_receiver(rev.ClaimRequested(step.decode_engine, number, self.labels[at], 0, 5.0, name))
+        number: Any = self.claimants[at]
+        label, rank = divmod(at, self.config.ranks)
+        step.tell_receiver(rev.ClaimRequested(step.decode_engine, number, self.labels[label], rank, 5.0, name))
 
     def _do_early(self, step: Step, at: int) -> None:
         self._do_claim(step, at, None)
 
     def _do_release(self, step: Step, at: int) -> None:
         step.decode[at] = step.decode[at]._replace(reading=())
-        number: Any = self.labels[at]
+        number: Any = self.claimants[at]
         step.tell_receiver(rev.ClaimReleased(step.decode_engine, number))
 
     def _do_cancel_claim(self, step: Step, at: int) -> None:
@@ -233,7 +237,7 @@ def _kill_sender(step: Step, sender: int, core: int) -> None:
     dead = step.incarnation(sender)
     if not step.world.config.same_host:
         step.loose += [
-            Loose((sender, dead, t.transfer_no), piece.worker, put)
+            Loose(step.owner(t), piece.worker, put)
             for t in step.tasks
             if t.sender == sender
             for piece in t.pieces

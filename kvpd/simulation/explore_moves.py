@@ -69,8 +69,7 @@ class Moves(World):
                 yield from (("land", at, place, number) for number in range(len(piece.puts)))
             if task.is_cancelled:
                 # On one host a put that was cut off has ended only when the sender's kernel has done with it.
-                owner = (task.sender, self._incarnation(state, task.sender), task.transfer_no)
-                writes = self.config.same_host and any(item.owner == owner for item in state.loose)
+                writes = self.config.same_host and any(item.owner == step.owner(task) for item in state.loose)
                 if not writes and not any(piece.puts for piece in task.pieces):
                     yield ("drained", at)
             elif not task.is_cut and not task.pieces[0].puts:
@@ -80,10 +79,10 @@ class Moves(World):
     def _natural_engine(self, state: State, at: int, request: Request) -> Iterator[Move]:
         prefill = state.prefill[at]
         if not prefill.is_opened:
-            # One after another: numbers grow in the order in which an engine opens.
-            earlier = [
-                p for p, r in zip(state.prefill[:at], self.config.requests, strict=False) if r.sender == request.sender
-            ]
+            # One after another, each rank by itself: numbers grow in the order in which an engine opens.
+            mine = request.sender, request.rank
+            before = zip(state.prefill[:at], self.config.requests, strict=False)
+            earlier = [p for p, r in before if (r.sender, r.rank) == mine]
             if all(p.is_opened for p in earlier):
                 yield ("open", at)
         if prefill.holds:

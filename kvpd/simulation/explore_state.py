@@ -46,11 +46,12 @@ def transfer_key(transfer: TransferId) -> TransferKey:
 
 @attrs.frozen
 class Request:
-    """One request of one sender's engine: its label and the keys of its batches."""
+    """One request of one sender's engine: its label and the keys of its batches. With ranks, one rank's part of it."""
 
     sender: int
     req_id: str
     batches: tuple[tuple[bytes, ...], ...]
+    rank: int = 0
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -82,9 +83,17 @@ class WorldConfig:
         """How many senders there are."""
         return 1 + max(request.sender for request in self.requests)
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks each engine has."""
+        return 1 + max(request.rank for request in self.requests)
+
 
 class Put(NamedTuple):
-    """One chunk, staged or on the wire: from which staging slot, to which of the receiver's, and what it holds."""
+    """One chunk, staged or on the wire: from which staging slot, to which of the receiver's, and what it holds.
+
+    Slots are counted through all ranks: first those of rank 0, then those of rank 1.
+    """
 
     local: int
     slot: int
@@ -177,13 +186,14 @@ class Prefill(NamedTuple):
     has_failed: bool = False  # the last time
     holds: bool = False  # it has not left the transfer yet
     is_over: bool = False  # it was told how the transfer ended
-    transfer_no: int = 0
+    transfer_no: int = 0  # of its own open
+    joined: int = 0  # the transfer's, which is another rank's where that one had opened it before
     staged: int = 0  # batches asked for
     filling: tuple[Granted, ...] = ()
 
 
 class Decode(NamedTuple):
-    """What the decode engine does about one label: transfers known to be ready, and its claim."""
+    """What a rank of the decode engine does about one label: transfers known to be ready, and its claim."""
 
     ready: tuple[TransferKey, ...] = ()
     is_waiting: bool = False
@@ -200,9 +210,9 @@ class State(NamedTuple):
     endpoints: tuple[Endpoint, ...]
     loose: tuple[Loose, ...]
     sessions: tuple[Session, ...]
-    memory: tuple[bytes, ...]  # what has landed in each slot
+    memory: tuple[bytes, ...]  # what has landed in each slot of each rank
     prefill: tuple[Prefill, ...]
-    decode: tuple[Decode, ...]  # by label
+    decode: tuple[Decode, ...]  # by label, and of each by rank
     decode_engine: int
     queue: tuple[TransferKey, ...]  # who waits for admission, in the order they came
     opened: tuple[TransferKey, ...]  # who ever joined that queue: nobody does twice
@@ -210,6 +220,11 @@ class State(NamedTuple):
     verifying: tuple[Verifying, ...]
     notifications: tuple[tuple[int, int], ...]  # sender, message
     budget: tuple[int, ...]
+
+
+def content(key: bytes, rank: int) -> bytes:
+    """What a rank has of a chunk: under the same key, other bytes than the others."""
+    return key + b"#%d" % rank if rank else key
 
 
 class Messages:

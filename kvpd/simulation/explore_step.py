@@ -32,6 +32,7 @@ from kvpd.simulation.explore_state import (
     Verifying,
     Violation,
     Worker,
+    content,
     transfer_key,
 )
 
@@ -157,7 +158,8 @@ class Step:
         """What a slot held for its last owner counts for nothing: whoever relies on it must be found out."""
         for index, (was, is_) in enumerate(zip(before, after, strict=True)):
             if is_[0] is SlotState.FREE or (is_[0] is SlotState.WRITING and is_ != was):
-                self.memory[index] = b""
+                for place in range(index, len(self.memory), self.world.config.slots):
+                    self.memory[place] = b""
 
     # -------------------------------------------------------------- what a sender's service does
 
@@ -220,11 +222,25 @@ class Step:
             return
         # What the engine has filled; the core names the slots anew, and they must be those.
         puts = self.filled.get((sender, number, piece_no), ())
-        if tuple((p.local, p.slot) for p in puts) != tuple((p.local, p.remote) for p in action.puts):
+        if tuple((p.local, p.slot) for p in puts) != tuple(self._places(p, action.rank) for p in action.puts):
             raise Violation(f"piece {piece_no} of transfer {number} is put from or to other slots than were granted")
         task = self.task(sender, number)
         piece = Piece(piece_no, endpoint.number, endpoint.worker, puts, tuple([put.key for put in puts]))
         self.change_task(sender, number, pieces=(*task.pieces, piece))
+
+    def _places(self, entry: sev.StagedSlot, rank: int) -> tuple[int, int]:
+        """A rank's slots, here and there, as they are counted through all ranks."""
+        config = self.world.config
+        return entry.local + rank * config.staging_slots, entry.remote + rank * config.slots
+
+    def transfer_of(self, sender: int, number: int) -> int:
+        """The number of the transfer that the open of this number belongs to."""
+        share = self.world.sender_cores.entries[self.senders[sender]].core._shares.get(number)
+        return share.transfer.number if share is not None else number
+
+    def owner(self, task: Task) -> TransferKey:
+        """The transfer that a task's puts are for."""
+        return task.sender, self.incarnation(task.sender), self.transfer_of(task.sender, task.transfer_no)
 
     def task(self, sender: int, number: int) -> Task:
         """The task of a transfer; one that does nothing is not remembered."""
@@ -246,12 +262,11 @@ class Step:
 
     def cut(self, sender: int, endpoint: int) -> None:
         """The endpoint is force-closed: its puts are over here, and may land there all the same."""
-        incarnation = self.incarnation(sender)
         for task in [t for t in self.tasks if t.sender == sender]:
             hit = [p for p in task.pieces if p.endpoint == endpoint and p.puts]
             if not hit:
                 continue
-            owner = (sender, incarnation, task.transfer_no)
+            owner = self.owner(task)
             self.loose += [Loose(owner, p.worker, put) for p in hit for put in p.puts if self.can_land(p.worker)]
             pieces = tuple(p._replace(puts=()) if p in hit else p for p in task.pieces)
             self.change_task(sender, task.transfer_no, pieces=pieces, is_cut=True)
@@ -260,10 +275,10 @@ class Step:
         at = self._request_of(sender, grant.transfer_no)
         if at is None:
             raise Violation(f"a piece is granted to transfer {grant.transfer_no}, which no engine has open")
-        prefill = self.prefill[at]
-        batch = self.world.config.requests[at].batches[grant.stage]
-        keys = batch[grant.first : grant.first + len(grant.entries)]
-        puts = tuple(Put(e.local, e.remote, key) for e, key in zip(grant.entries, keys, strict=True) if e is not None)
+        prefill, request = self.prefill[at], self.world.config.requests[at]
+        keys = request.batches[grant.stage][grant.first : grant.first + len(grant.entries)]
+        chunks = [(e, content(key, request.rank)) for e, key in zip(grant.entries, keys, strict=True) if e is not None]
+        puts = tuple(Put(*self._places(entry, request.rank), chunk) for entry, chunk in chunks)
         taken = {p.local for f in self._of_sender(sender) for granted in f.filling for p in granted.puts}
         taken |= {p.local for t in self.tasks if t.sender == sender for piece in t.pieces for p in piece.puts}
         if any(put.local in taken for put in puts):
@@ -285,7 +300,7 @@ class Step:
         at = self._request_of(sender, number)
         if at is None or self.prefill[at].is_over:
             raise Violation(f"transfer {number} of s{sender} ended twice")
-        if not failed and (sender, self.incarnation(sender), number) not in self.complete:
+        if not failed and (sender, self.incarnation(sender), self.prefill[at].joined) not in self.complete:
             raise Violation(f"transfer {number} of s{sender} is done, but was never complete at the receiver")
         prefill = self.prefill[at] = self.prefill[at]._replace(is_over=True, has_failed=failed)
         if not prefill.filling:
@@ -317,10 +332,10 @@ class Step:
             case rev.ForgetSession(number):
                 self.sessions = [s for s in self.sessions if s.number != number]
             case rev.GrantClaim(_, claim, transfer, chunks):
-                self._claim_granted(self.world.labels.index(str(claim)), transfer_key(transfer), chunks)
+                self._claim_granted(self.world.claimants.index(str(claim)), transfer_key(transfer), chunks)
             case rev.RefuseClaim(_, claim):
-                label = self.world.labels.index(str(claim))
-                self.decode[label] = self.decode[label]._replace(is_waiting=False)
+                at = self.world.claimants.index(str(claim))
+                self.decode[at] = self.decode[at]._replace(is_waiting=False)
             case rev.AnnounceTransfer(outcome, transfer, req_id):
                 self._announced(outcome, transfer_key(transfer), self.world.labels.index(req_id))
             case rev.VerifyChunks(transfer, message, written):
@@ -345,31 +360,40 @@ class Step:
         Raises:
             Violation: it is not the one that may be written for this transfer.
         """
-        state, owners = self.world.receiver_cores.entries[self.receiver].detail[put.slot]
+        slot = put.slot % self.world.config.slots
+        state, owners = self.world.receiver_cores.entries[self.receiver].detail[slot]
         if state not in _MAY_BE_WRITTEN or owners != (owner,):
             whose = f" of transfer {owners[0]}" if owners else ""
-            raise Violation(f"a late write of transfer {owner} lands in slot {put.slot}, {state.value}{whose}")
+            raise Violation(f"a late write of transfer {owner} lands in slot {slot}, {state.value}{whose}")
         self.memory[put.slot] = put.key
 
-    def _claim_granted(self, label: int, transfer: TransferKey, chunks: tuple[rev.ClaimedSlot, ...]) -> None:
+    def _claim_granted(self, at: int, transfer: TransferKey, chunks: tuple[rev.ClaimedSlot, ...]) -> None:
+        config = self.world.config
+        label, rank = divmod(at, config.ranks)
         request = self.world.request_of(transfer, self.world.labels[label])
         if tuple(chunk.key for chunk in chunks) != request.keys:
             raise Violation(f"the claim of {request.req_id} gets other chunks than were sent")
-        for chunk in chunks:
-            if self.memory[chunk.index] != chunk.key:
-                held = self.memory[chunk.index]
+        reading = tuple((chunk.index + rank * config.slots, content(chunk.key, rank)) for chunk in chunks)
+        for chunk, (place, expected) in zip(chunks, reading, strict=True):
+            held = self.memory[place]
+            if held != expected:
                 what = held.decode() or "nothing that has landed"
                 raise Violation(f"{chunk.key.decode()} is read from slot {chunk.index}, which holds {what}")
-        reading = tuple((chunk.index, chunk.key) for chunk in chunks)
-        self.decode[label] = self.decode[label]._replace(is_waiting=False, reading=reading)
+        decode = self.decode[at]._replace(is_waiting=False, reading=reading)
+        if config.ranks > 1:  # it is not over with this rank's reading, and not to be read by it twice
+            decode = decode._replace(ready=tuple(t for t in decode.ready if t != transfer))
+        self.decode[at] = decode
 
     def _announced(self, outcome: rev.Outcome, transfer: TransferKey, label: int) -> None:
-        decode = self.decode[label]
+        ranks = self.world.config.ranks
         if outcome is rev.Outcome.READY:
             self.complete.append(transfer)
-            self.decode[label] = decode._replace(ready=tuple(sorted((*decode.ready, transfer))))
-        else:
-            self.decode[label] = decode._replace(ready=tuple(t for t in decode.ready if t != transfer))
+        for at in range(label * ranks, (label + 1) * ranks):
+            decode = self.decode[at]
+            ready = tuple(t for t in decode.ready if t != transfer)
+            if outcome is rev.Outcome.READY:
+                ready = tuple(sorted((*ready, transfer)))
+            self.decode[at] = decode._replace(ready=ready)
 
     def _reported(self, name: ReportName, transfer: TransferKey) -> None:
         if name is ReportName.TRANSFER_QUEUED:
@@ -390,6 +414,6 @@ class Step:
         Raises:
             Violation: a slot was taken away, or written over.
         """
-        for label, decode in zip(self.world.labels, self.decode, strict=True):
-            if decode.reading and any(self.memory[index] != key for index, key in decode.reading):
-                raise Violation(f"the chunks of {label} are taken away under their reader")
+        for name, decode in zip(self.world.claimants, self.decode, strict=True):
+            if decode.reading and any(self.memory[place] != key for place, key in decode.reading):
+                raise Violation(f"the chunks of {name} are taken away under their reader")

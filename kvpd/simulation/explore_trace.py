@@ -42,9 +42,11 @@ def describe(world: Acts, state: State, move: Move) -> str:
         return f"s{task.sender}: transfer {task.transfer_no}: {_TASKS[kind]}"
     if kind in _ENGINES:
         request = world.config.requests[rest[0]]
-        return f"engine of s{request.sender}: {_ENGINES[kind]} {request.req_id}"
+        rank = f", rank {request.rank}" if world.config.ranks > 1 else ""
+        return f"engine of s{request.sender}{rank}: {_ENGINES[kind]} {request.req_id}"
     if kind in _CLAIMS:
-        return f"decode engine: {_CLAIMS[kind]} {world.labels[rest[0]]}"
+        names = world.labels if kind in ("cancel_claim", "gives_up") else world.claimants
+        return f"decode engine: {_CLAIMS[kind]} {names[rest[0]]}"
     return _others(state, kind, rest)
 
 

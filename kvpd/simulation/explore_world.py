@@ -44,6 +44,9 @@ class World:
         # A chunk's checksum is the number of its key.
         self.checksums = {key: at for at, key in enumerate(sorted({k for r in config.requests for k in r.keys}))}
         self.labels = list(dict.fromkeys(request.req_id for request in config.requests))
+        # Who may claim: each rank of the decode engine, by label; also how it numbers its claims.
+        ranks = range(config.ranks)
+        self.claimants = [f"{label}#{rank}" if rank else label for label in self.labels for rank in ranks]
         self.sender_cores: Cores[Any] = Cores(name_sender_ids, _audit_sender)
         self.receiver_cores: Cores[Any] = Cores(name_receiver_ids, self._audit_receiver)
         self.budgeted = [name for name in FAULTS if config.budget.get(name, 0)]
@@ -59,9 +62,9 @@ class World:
             endpoints=(),
             loose=(),
             sessions=(),
-            memory=(b"",) * config.slots,
+            memory=(b"",) * (config.slots * config.ranks),
             prefill=(Prefill(),) * len(config.requests),
-            decode=(Decode(),) * len(self.labels),
+            decode=(Decode(),) * len(self.claimants),
             decode_engine=1,
             queue=(),
             opened=(),
@@ -75,7 +78,13 @@ class World:
         host = HostIdentity("host", "ns", 1, 1) if self.config.same_host else HostIdentity("other", "ns", 1, 1)
         proxy = PROXY if self.config.has_proxy else None
         settings = SenderSettings(
-            f"s{number}", incarnation, self.config.staging_slots, CHUNK_BYTES, host=host, proxy_address=proxy
+            f"s{number}",
+            incarnation,
+            self.config.staging_slots,
+            CHUNK_BYTES,
+            ranks=self.config.ranks,
+            host=host,
+            proxy_address=proxy,
         )
         return self.sender_cores.add(Copier().copy(ExploredSender(settings)))
 
@@ -86,6 +95,7 @@ class World:
             incarnation,
             self.config.slots,
             CHUNK_BYTES,
+            ranks=self.config.ranks,
             host=host,
             verify="xxh3" if self.config.verifies else "off",
         )

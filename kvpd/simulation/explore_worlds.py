@@ -9,6 +9,8 @@ from __future__ import annotations
 from itertools import combinations_with_replacement
 from typing import Final
 
+import attrs
+
 from kvpd.simulation.explore_state import FAULTS, Request, WorldConfig
 
 
@@ -28,6 +30,11 @@ def _world(name: str, about: str, *requests: Request, **options: object) -> Worl
     fields = {key: value for key, value in options.items() if key not in FAULTS}
     budget = {key: value for key, value in options.items() if key in FAULTS}
     return WorldConfig(name, requests, budget=budget, about=about, **fields)  # type: ignore[arg-type]
+
+
+def of_two_ranks(*requests: Request) -> tuple[Request, ...]:
+    """Each request twice: once for each rank of its engine."""
+    return tuple(attrs.evolve(one, rank=rank) for rank in range(2) for one in requests)
 
 
 _THREE = (request(0, 0, 2), request(1, 0, 2), request(0, 1, 2))
@@ -72,6 +79,23 @@ _SUBJECTS = [
         early=1,
         decode_dies=1,
     ),
+    _world(
+        "ranks",
+        "2 ranks of an engine, 2 batches that each asks for at any time; a cancel",
+        *of_two_ranks(request(0, 0, 1, 1)),
+        slots=2,
+        staging_slots=1,
+        stages_late=True,
+        cancel=1,
+    ),
+    _world(
+        "ranks-two",
+        "2 ranks of an engine have 2 requests, one slot of staging each, and room for one request",
+        *of_two_ranks(request(0, 0, 1), request(0, 1, 1)),
+        slots=1,
+        staging_slots=1,
+    ),
+    _world("ranks-cut-off", "2 ranks; puts cut off", *of_two_ranks(request(0, 0, 1)), slots=1, cancel=1, force=1),
     _world("cut-off", "puts cut off, over a network", *_UNEVEN, slots=2, cancel=1, force=1, fail=1),
     _world("cut-off-here", "puts cut off, on one host", *_UNEVEN, slots=2, same_host=True, cancel=1, force=1, fail=1),
     _world(

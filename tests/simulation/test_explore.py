@@ -21,6 +21,7 @@ from kvpd.simulation.explore_worlds import WORLDS, request
 
 SMALL = [
     *("grow-1", "grow-2", "staging", "same-chunk", "shared-label", "cut-off", "loss", "checksums", "stalled"),
+    *("ranks-two", "ranks-cut-off"),
     *(name for name, world in WORLDS.items() if not world.is_large and "+" in name and name.split("+")[0] == "cancel"),
 ]
 

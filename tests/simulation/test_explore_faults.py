@@ -23,6 +23,7 @@ from kvpd.core.receiver.peers import Peers as ReceiverPeers
 from kvpd.core.receiver.transfers import TransferBook
 from kvpd.core.sender.base import SenderBase
 from kvpd.core.sender.ending import Ending
+from kvpd.core.sender.joining import Joining
 from kvpd.core.sender.moving import Moving
 from kvpd.core.sender.peers import Peers as SenderPeers
 from kvpd.core.sender.records import PieceState
@@ -31,7 +32,7 @@ from kvpd.core.states import ReceiverState
 from kvpd.errors import ErrorCode, transfer_error
 from kvpd.simulation.explore import Counterexample, search
 from kvpd.simulation.explore_state import WorldConfig
-from kvpd.simulation.explore_worlds import request
+from kvpd.simulation.explore_worlds import of_two_ranks, request
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -46,6 +47,7 @@ ONE_STAGED = WorldConfig("one staged", (request(0, 0, 2),), slots=2, staging_slo
 SAME_LABEL = WorldConfig(
     "label", (request(0, 0, 1, label="q", keys="k"), request(1, 0, 1, label="q", keys="k")), slots=2
 )
+RANKS = WorldConfig("ranks", of_two_ranks(request(0, 0, 1)), slots=1)
 SAME_KEY = WorldConfig("key", (request(0, 0, 1, keys="k"), request(1, 0, 1, keys="k")), slots=2)
 
 
@@ -364,7 +366,40 @@ def says_failed_of_what_is_ready(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Ending, "_notify", notify)
 
 
+def leaves_each_rank_to_itself(patch: pytest.MonkeyPatch) -> None:
+    """Each rank's open is a transfer of its own."""
+    patch.setattr(Joining, "find", lambda self, key, rank: None)
+
+
+def is_done_with_the_first_rank(patch: pytest.MonkeyPatch) -> None:
+    """A transfer is over when the ranks that have opened it are done."""
+
+    def finish(old: Any, self: Any, transfer: Any, now: float) -> None:
+        missing, transfer.roll.missing = transfer.roll.missing, set()
+        old(self, transfer, now)
+        transfer.roll.missing = missing
+
+    wrap(patch, Ending, "_finish_if_acknowledged", finish)
+
+
+def drains_the_first_rank(patch: pytest.MonkeyPatch) -> None:
+    """The receiver is told that nothing can land when the puts of one rank have ended."""
+
+    def puts_drained(old: Any, self: Any, event: Any, now: float) -> None:
+        share = self._shares.get(event.transfer_no)
+        if share is not None and not share.transfer.is_live:
+            for other in share.transfer.shares.values():
+                if other is not share and not other.puts_ended:
+                    self._free_share(other)
+        old(self, event, now)
+
+    wrap(patch, SenderPeers, "_puts_drained", puts_drained)
+
+
 PLANTED = [
+    Planted("02-each-rank-by-itself", RANKS, leaves_each_rank_to_itself, "no clean ending"),
+    Planted("ranks-first-is-enough", RANKS, is_done_with_the_first_rank, "never complete"),
+    Planted("ranks-first-is-drained", with_faults(RANKS, cancel=1), drains_the_first_rank, "late write"),
     Planted("01-hold-and-wait", PAIRS, admits_without_room, "admitted, but not whole"),
     Planted(
         "01-staging-of-the-whole-batch", ONE_STAGED, stages_whole_batches, "waits for staging while all of it is free"

@@ -222,16 +222,11 @@ class Step:
             return
         # What the engine has filled; the core names the slots anew, and they must be those.
         puts = self.filled.get((sender, number, piece_no), ())
-        if tuple((p.local, p.slot) for p in puts) != tuple(self._places(p, action.rank) for p in action.puts):
+        if tuple((p.local, p.slot) for p in puts) != tuple(self.world.places(p, action.rank) for p in action.puts):
             raise Violation(f"piece {piece_no} of transfer {number} is put from or to other slots than were granted")
         task = self.task(sender, number)
         piece = Piece(piece_no, endpoint.number, endpoint.worker, puts, tuple([put.key for put in puts]))
         self.change_task(sender, number, pieces=(*task.pieces, piece))
-
-    def _places(self, entry: sev.StagedSlot, rank: int) -> tuple[int, int]:
-        """A rank's slots, here and there, as they are counted through all ranks."""
-        config = self.world.config
-        return entry.local + rank * config.staging_slots, entry.remote + rank * config.slots
 
     def transfer_of(self, sender: int, number: int) -> int:
         """The number of the transfer that the open of this number belongs to."""
@@ -278,7 +273,7 @@ class Step:
         prefill, request = self.prefill[at], self.world.config.requests[at]
         keys = request.batches[grant.stage][grant.first : grant.first + len(grant.entries)]
         chunks = [(e, content(key, request.rank)) for e, key in zip(grant.entries, keys, strict=True) if e is not None]
-        puts = tuple(Put(*self._places(entry, request.rank), chunk) for entry, chunk in chunks)
+        puts = tuple(Put(*self.world.places(entry, request.rank), chunk) for entry, chunk in chunks)
         taken = {p.local for f in self._of_sender(sender) for granted in f.filling for p in granted.puts}
         taken |= {p.local for t in self.tasks if t.sender == sender for piece in t.pieces for p in piece.puts}
         if any(put.local in taken for put in puts):

@@ -8,6 +8,7 @@ from kvpd.core.messages import HostIdentity
 from kvpd.core.pool import SlotState
 from kvpd.core.receiver import ReceiverCore, ReceiverSettings
 from kvpd.core.sender import SenderCore, SenderSettings
+from kvpd.core.sender.events import StagedSlot
 from kvpd.core.states import ReceiverState
 from kvpd.simulation.explore_cores import (
     Copier,
@@ -117,6 +118,10 @@ class World:
                     slots[index] = (state, (*owners, transfer_key(transfer.id)))
         assert all(len(owners) <= 1 for _, owners in slots), "a slot has two writers"
         return tuple(slots)
+
+    def places(self, entry: StagedSlot, rank: int) -> tuple[int, int]:
+        """A rank's slots, here and there, as they are counted through all ranks."""
+        return entry.local + rank * self.config.staging_slots, entry.remote + rank * self.config.slots
 
     def request_of(self, transfer: TransferKey, req_id: str) -> Request:
         """The request of this label that this sender has."""

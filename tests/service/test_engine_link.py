@@ -390,7 +390,8 @@ async def test_closing_the_daemons_ends_their_engines(tmp_path: Path) -> None:
 
 def test_attached_tells_all_that_an_engine_needs() -> None:
     """The wire types are shared with the client: a change on one side is a change on both."""
-    assert set(Attached.__struct_fields__) == {"version", "name", "chunk_bytes", "chunk_tokens", "regions", "layout"}
+    fields = {"version", "name", "chunk_bytes", "chunk_tokens", "regions", "layout", "ranks"}
+    assert set(Attached.__struct_fields__) == fields
 
 
 async def test_an_engine_that_attaches_late_is_told_what_is_ready(tmp_path: Path) -> None:

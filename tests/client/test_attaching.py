@@ -87,6 +87,12 @@ def test_p13_a_daemon_that_does_not_answer_is_not_waited_for(daemon: Any) -> Non
         client.connect_receiver(path, timeout=0.1)
 
 
+def test_the_name_of_a_group_has_a_bound(tmp_path: Path) -> None:
+    """The daemon would end the connection over it, and say less."""
+    with pytest.raises(LocalProtocolError, match="the name of a group has at most 128 characters"):
+        client.connect_sender(tmp_path / "any.sock", group="g" * 129)
+
+
 def test_a_refusal_to_attach_is_told(daemon: Any) -> None:
     """Engines are pointed at the wrong socket now and then."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,33 @@ async def test_engines_attach_by_rank_and_get_their_own_window(tmp_path: Path) -
         for rank in range(RANKS):
             nursery.start_soon(in_thread, functools.partial(prefill, rank))
             nursery.start_soon(in_thread, functools.partial(decode, rank))
+
+
+async def test_two_engines_may_use_one_name_at_once(tmp_path: Path) -> None:
+    """Each names itself: the ranks that come second would otherwise join whichever transfer they find first."""
+    groups = {name: Request("r", 2, shared_keys=name) for name in ("a", "b")}
+    opened = threading.Barrier(4)
+
+    async with open_rig(tmp_path, ranks=RANKS) as rig, trio.open_nursery() as nursery:
+
+        def prefill(name: str, rank: int, turn: threading.Event, next_turn: threading.Event) -> None:
+            with client.connect_sender(rig.sender_socket, rank, group=name) as link:
+                assert turn.wait(10)
+                with link.open("r", receiver=rig.receiver.address, total_chunks=2) as transfer:
+                    link.stats()  # its answer says that the open has been heard
+                    next_turn.set()
+                    opened.wait(10)
+                    part = groups[name].of_rank(rank)
+                    with transfer.stage([part.key(0), part.key(1)]) as slots:
+                        for number, slot in enumerate(slots):
+                            assert slot is not None
+                            slot[:] = part.chunk(number)
+
+        turns = [threading.Event() for _ in range(5)]
+        turns[0].set()
+        for at, (name, rank) in enumerate((("a", 0), ("b", 0), ("b", 1), ("a", 1))):
+            nursery.start_soon(in_thread, functools.partial(prefill, name, rank, turns[at], turns[at + 1]))
+    assert rig.receiver.metrics.snapshot()["kvpd_transfers_completed_total"] == 2
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])

@@ -22,7 +22,7 @@ class Opening(Peers):
     def _open(self, event: ev.OpenRequested, now: float) -> None:
         assert event.transfer_no > self._highest_no, "transfer numbers must grow"
         self._highest_no = event.transfer_no
-        if event.rank >= self.settings.ranks:
+        if not 0 <= event.rank < self.settings.ranks:
             detail = f"rank {event.rank}; this sender has {self.settings.ranks}"
             refusal = transfer_error(ErrorCode.PROTOCOL_ERROR, detail)
             self._actions.append(ev.FinishTransfer(event.transfer_no, refusal))

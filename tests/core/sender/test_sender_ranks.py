@@ -204,10 +204,11 @@ def test_an_open_that_differs_in_anything_joins_nothing(other: dict[str, object]
     assert world.core.transfer_count == 2
 
 
-def test_a_rank_that_the_sender_does_not_have_is_refused() -> None:
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_rank_that_the_sender_does_not_have_is_refused(rank: int) -> None:
     """Its bytes would land in somebody else's window."""
     world, _ = two_ranks()
-    assert finished(world.open(11, 1, rank=2)) == {11: ErrorCode.PROTOCOL_ERROR}
+    assert finished(world.open(11, 1, rank=rank)) == {11: ErrorCode.PROTOCOL_ERROR}
     assert world.core.is_clean
 
 

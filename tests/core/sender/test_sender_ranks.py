@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from core_parts import CHUNK, code_of, keys, regions
-from sender_world import ReceiverPeer, SenderWorld, finished, grants, sent, sent_all
+from sender_world import ReceiverPeer, SenderWorld, failures_in, finished, grants, sent, sent_all
 
 from kvpd.core.events import DrainRequested, ReportName, RequestCancelled, TimePassed
 from kvpd.core.messages import AllocRequest, CancelNotif, Heartbeat, Region, WriteDone
@@ -355,6 +355,20 @@ def test_a_refusal_is_every_ranks() -> None:
     world.feed(ev.CancelRequested(11))
     end_both(world, [11])
     assert finished(world.open(13, 1, req_id="r", rank=1)) == {13: ErrorCode.QUEUE_FULL}
+
+
+def test_a_proxy_hears_of_a_failure_once_for_all_ranks() -> None:
+    """Of the transfer; not of each rank's part, and not again when a rank comes late."""
+    world, p = two_ranks(proxy_address="proxy")
+    actions = world.open(11, 1, req_id="r")
+    actions += world.feed(ev.CancelRequested(11))
+    actions += end_both(world, [11])
+    p.ack(sent(actions, CancelNotif))
+    (notif,) = failures_in(actions)
+    assert (notif.req_id, notif.transfer_no) == ("r", 11)
+    late = world.open(12, 1, req_id="r", rank=1)
+    assert finished(late) == {12: ErrorCode.CANCELLED}
+    assert failures_in(late) == []
 
 
 def test_a_draining_sender_lets_ranks_join_what_runs() -> None:

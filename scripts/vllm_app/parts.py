@@ -91,11 +91,11 @@ class Part:
     # ------------------------------------------------------------------ its end
 
     def leave(self) -> None:
-        """Tell it to end; returns at once."""
-        self.is_leaving = True
+        """Tell it to end, once, for a second signal would cut its drain short; returns at once."""
         with self._signalling:
-            if not self._is_reaped:
+            if not self.is_leaving and not self._is_reaped:
                 os.kill(self.pid, signal.SIGTERM)
+        self.is_leaving = True
 
     def kill(self) -> None:
         """SIGKILL, for it and for all of its group; returns when it is gone."""

@@ -23,6 +23,7 @@ from demo_app.children import interrupts_held
 from demo_app.chunks import CHUNK_TOKENS, KvShape
 from demo_app.environment import child_environment
 
+from vllm_app.asking import get
 from vllm_app.parts import Part, PartFailed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -113,9 +114,7 @@ class Stack:
         for name in ("proxy", *self._engines):
             self._start(name)
         self.wait_ready("proxy", *self._engines, timeout_s=START_TIMEOUT_S)
-        self.wait_until(
-            lambda: len(self["proxy"].said("engine_up")) >= 2, "the proxy to find both engines", DAEMON_TIMEOUT_S
-        )
+        self._wait_found()
 
     def _end_all(self) -> None:
         # A second Ctrl-C has nothing to hasten, for each part has a time limit, and must not leave half of them alive.
@@ -135,13 +134,14 @@ class Stack:
     def restart(self, name: str) -> None:
         """Start a part that was killed again, where its peers look for it; returns when it is ready."""
         assert self._parts[name].status is not None
-        found = len(self["proxy"].said("engine_up"))
         self._start(name)
         self.wait_ready(name, timeout_s=START_TIMEOUT_S)
-        if name in self._engines:
-            self.wait_until(
-                lambda: len(self["proxy"].said("engine_up")) > found, f"the proxy to find {name}", DAEMON_TIMEOUT_S
-            )
+        self._wait_found()
+
+    def _wait_found(self) -> None:
+        # The proxy writes a line when it finds an engine, and that is when it is asked.
+        proxy = self.address("proxy")
+        self.wait_until(lambda: get(proxy, "/readyz").status == 200, "the proxy to find both engines", DAEMON_TIMEOUT_S)
 
     # ------------------------------------------------------------------ waiting
 

@@ -159,6 +159,8 @@ class Sender(Lifetime[ev.SenderEvent]):
 
     def _show_levels(self) -> None:
         self.metrics.sessions.set(self.core.peer_count)
+        staging = self.core.staging
+        self.metrics.staging(free=staging.free_count, total=staging.total_slots)
         endpoints = list(self._endpoints.values())  # at once: another thread than the loop's may ask
         in_flight = sum(endpoint.in_flight_bytes for endpoint in endpoints if endpoint is not None)
         self.metrics.in_flight_bytes.set(in_flight)

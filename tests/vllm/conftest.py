@@ -109,7 +109,9 @@ class Stack:
         assert self.decode.drain() == 0
         self.receiver.wait_quiet()
         assert set(self.receiver.slots()) == {"free"}
-        assert set(self.sender.slots()) <= {"free"}, self.sender.slots()
+        staging = self.sender.metrics()
+        assert staging["kvpd_staging_slots{state=used}"] == 0
+        assert staging["kvpd_staging_slots{state=free}"] > 0
 
 
 StackMaker = Callable[..., Stack]

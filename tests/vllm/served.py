@@ -104,11 +104,11 @@ class Site:
 
     def slots_taken(self) -> dict[str, float]:
         """Of both daemons: slots that are not free, by daemon."""
-        taken = {
-            daemon: self.metric(daemon, "kvpd_slots") - self.metric(daemon, "kvpd_slots", state="free")
-            for daemon in ("receiver", "sender")
-        }
-        return {daemon: count for daemon, count in taken.items() if count}
+        names = {"receiver": "kvpd_slots", "sender": "kvpd_staging_slots"}
+        total = {daemon: self.metric(daemon, name) for daemon, name in names.items()}
+        free = {daemon: self.metric(daemon, name, state="free") for daemon, name in names.items()}
+        assert all(total.values()), total
+        return {daemon: total[daemon] - free[daemon] for daemon in names if total[daemon] != free[daemon]}
 
     def held(self) -> dict[str, float]:
         """Everything that somebody holds for a request, anywhere."""

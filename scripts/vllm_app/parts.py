@@ -1,8 +1,8 @@
 """A process of the stack: started, heard, and surely gone, with everything that it has started in its turn.
 
 Each runs in a process group of its own, so that Ctrl-C reaches it only by way of its owner, and so that what a server
-leaves behind when it is killed, its engine for example, goes with it. All that it writes goes into its log; its last
-lines are kept for whoever has to say why it failed.
+leaves behind when it is killed, its engine for example, goes with it. Should its owner be killed, the kernel ends it.
+All that it writes goes into its log; its last lines are kept for whoever has to say why it failed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,14 @@ from typing import Any, Final
 _LINES_MAX: Final = 20_000
 _TAIL_LINES: Final = 15
 _GRACE_S: Final = 20.0
+# Becomes a program that gets SIGTERM when the process with this number, its parent, dies (PR_SET_PDEATHSIG is 1).
+_TIED: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("its owner is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 class PartFailed(Exception):
@@ -27,7 +36,10 @@ class PartFailed(Exception):
 
 
 class Part:
-    """One process. `news` is notified of each line that it writes, and of its end."""
+    """One process. `news` is notified of each line that it writes, and of its end.
+
+    The thread that makes it must live as long as it is wanted.
+    """
 
     def __init__(
         self,
@@ -49,7 +61,7 @@ class Part:
         self._news = news
         self._lines: deque[str] = deque(maxlen=_LINES_MAX)
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", _TIED, str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,29 @@ def test_a_part_that_dies_later_ends_what_is_waited_for(make_stack: MakeStack) -
         os.kill(stack["decode"].pid, 9)
         with pytest.raises(PartFailed, match="decode ended with status -9"):
             stack.wait_until(lambda: False, "nothing", DEADLINE_S)
+
+
+def test_a_part_ends_with_its_owner(tmp_path: Path) -> None:
+    """A test run that is cut off by a time limit must not leave gigabytes behind."""
+    owner = f"""
+import os, pathlib, threading
+from vllm_app.parts import Part
+folder = pathlib.Path({str(tmp_path)!r})
+command = ["/bin/sh", "-c", "echo ready; exec sleep 1000"]
+news = threading.Condition()
+part = Part("it", command, log=folder / "log", ready_mark="ready", environment=os.environ, folder=folder, news=news)
+with news:
+    news.wait_for(lambda: part.is_ready)
+print(part.pid, flush=True)
+threading.Event().wait()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(vllm_app.stack.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert lives(pid)
+        process.kill()
+    wait_gone(pid)
 
 
 def test_a_part_that_is_never_ready_has_a_deadline(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:

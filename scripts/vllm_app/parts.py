@@ -55,7 +55,7 @@ class Part:
         self.name = name
         self.log = log
         self.status: int | None = None  # once it is gone, and all that it wrote has been read
-        self.is_ready = False
+        self.ready_line = ""  # once it has said so
         self.is_leaving = False  # it was told to, and its end is no failure
         self._ready_mark = ready_mark
         self._news = news
@@ -80,6 +80,11 @@ class Part:
     def pid(self) -> int:
         """Its number, which is its group's too."""
         return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has said that it is."""
+        return bool(self.ready_line)
 
     @property
     def has_failed(self) -> bool:
@@ -134,7 +139,8 @@ class Part:
                 line = raw.decode(errors="replace").rstrip()
                 with self._news:
                     self._lines.append(line)
-                    self.is_ready = self.is_ready or self._ready_mark in line
+                    if not self.ready_line and self._ready_mark in line:
+                        self.ready_line = line
                     self._news.notify_all()
 
     def _watch(self) -> None:

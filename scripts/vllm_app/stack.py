@@ -83,9 +83,9 @@ class Stack:
         """Where it answers HTTP: an engine's or the proxy's own pages, a daemon's metrics."""
         if name in self._addresses:
             return self._addresses[name]
-        return self._told(name, "address" if name == "proxy" else "metrics_address")
+        return self.told(name, "address" if name == "proxy" else "metrics_address")
 
-    def _told(self, daemon: str, field: str) -> str:
+    def told(self, daemon: str, field: str) -> str:
         """What a daemon has said of itself when it was ready."""
         return str(json.loads(self._parts[daemon].ready_line)[field])
 
@@ -111,7 +111,7 @@ class Stack:
         for name in ("receiver", "sender"):
             self._start(name)
         self.wait_ready("receiver", "sender", timeout_s=DAEMON_TIMEOUT_S)
-        self._control = self._told("receiver", "control_address")
+        self._control = self.told("receiver", "control_address")
         for name, port in zip(self._engines, free_ports(len(self._engines)), strict=True):
             self._addresses[name] = f"127.0.0.1:{port}"
         for name in ("proxy", *self._engines):

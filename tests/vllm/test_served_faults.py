@@ -16,10 +16,31 @@ from served import BOUND_S, Futures, Outcome, Site
 from vllm_app.asking import Asked
 from vllm_app.stack import DAEMON_TIMEOUT_S
 
+import kvpd
+import kvpd.client
+
 CLIENTS = 12
 LONG = 1900
 NEXT = random_prompt(300, 99)
 LEFT = {"outcome": "client_cancelled"}
+
+
+def test_what_somebody_holds_is_seen(site: Site) -> None:
+    """The control: a count that is always nothing would pass every test below."""
+    stack = site.stack
+    with kvpd.client.connect_sender(stack.told("sender", "engine_socket")) as link:
+        transfer = link.open("held", receiver=stack.told("receiver", "control_address"), total_chunks=4)
+        stack.wait_until(lambda: site.slots_taken() == {"receiver": 4}, "the transfer to be admitted", DAEMON_TIMEOUT_S)
+        with pytest.raises(kvpd.TransferCancelled), transfer, transfer.stage([b"a", b"b"]):
+            assert site.slots_taken() == {"receiver": 4, "sender": 2}
+            link.cancel("held")
+    with site.begin(random_prompt(1000, 98), stream=True, max_tokens=1000) as asked:
+        events = asked.events()
+        assert all(next(events)["choices"] for _ in range(10))
+        held = site.held()
+    assert held["decode vllm:kv_cache_usage_perc"] > 0
+    assert held["decode vllm:num_requests_running"] == held["proxy"] == 1
+    site.check_clean(NEXT)
 
 
 def left(site: Site) -> float:

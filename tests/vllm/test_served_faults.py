@@ -31,9 +31,16 @@ def test_what_somebody_holds_is_seen(site: Site) -> None:
     with kvpd.client.connect_sender(stack.told("sender", "engine_socket")) as link:
         transfer = link.open("held", receiver=stack.told("receiver", "control_address"), total_chunks=4)
         stack.wait_until(lambda: site.slots_taken() == {"receiver": 4}, "the transfer to be admitted", DAEMON_TIMEOUT_S)
-        with pytest.raises(kvpd.TransferCancelled), transfer, transfer.stage([b"a", b"b"]):
-            assert site.slots_taken() == {"receiver": 4, "sender": 2}
-            link.cancel("held")
+        taken: list[dict[str, float]] = []
+
+        def stage() -> None:
+            with transfer, transfer.stage([b"a", b"b"]):
+                taken.append(site.slots_taken())
+                link.cancel("held")
+
+        with pytest.raises(kvpd.TransferCancelled):
+            stage()
+        assert taken == [{"receiver": 4, "sender": 2}]
     with site.begin(random_prompt(1000, 98), stream=True, max_tokens=1000) as asked:
         events = asked.events()
         assert all(next(events)["choices"] for _ in range(10))

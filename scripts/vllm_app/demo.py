@@ -160,7 +160,15 @@ def run(console: Console, folder: Path, logs: Path) -> list[str]:
         "\n[bold]Starting a receiver, a sender, three vLLM servers (prefill, decode, single) and the proxy[/]"
     )
     console.print("Three servers on few cores take a minute or two.")
-    served = Served(folder, model.SMOLLM2_NAME, model.read_shape(folder), context=_CONTEXT, room=4 * _CONTEXT)
+    served = Served(
+        folder,
+        model.SMOLLM2_NAME,
+        model.read_shape(folder),
+        context=_CONTEXT,
+        room=2 * _CONTEXT,
+        receiver_chunks=16,
+        sender_chunks=8,
+    )
     faults: list[str] = []
     results = []
     with Stack(served, logs, say, with_single=True) as stack:

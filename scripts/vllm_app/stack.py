@@ -268,6 +268,8 @@ class Stack:
             "kv_connector": "KvpdConnector",
             "kv_connector_module_path": "kvpd.integrations.vllm",
             "kv_role": role,
+            # A prefill server then answers a request whose transfer was refused early with the reason, not with 500.
+            "kv_load_failure_policy": "recompute" if name == "prefill" else "fail",
             "kv_connector_extra_config": {**own, **self.served.connector},
         }
 

@@ -32,7 +32,9 @@ class Outcome:
     @property
     def is_clean_error(self) -> bool:
         """Whether a client can tell what has happened: a status of an error or an error event, and a message."""
-        return self.error is not None and bool(self.error["message"]) and (self.status >= 500 or self.status == 200)
+        return (
+            self.error is not None and bool(self.error["message"]) and (self.status in {200, 429} or self.status >= 500)
+        )
 
 
 def body(prompt: Sequence[int], max_tokens: int = 12, **more: Any) -> dict[str, Any]:

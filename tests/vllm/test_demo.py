@@ -63,10 +63,14 @@ def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
-def test_an_interrupted_demo_leaves_nothing_behind(adopted: Callable[[], list[str]]) -> None:
+def test_an_interrupted_demo_leaves_nothing_behind(adopted: Callable[[], list[str]], tmp_path: Path) -> None:
     """Six processes, of which three have started others."""
     with subprocess.Popen(
-        COMMAND, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+        [*COMMAND, "--keep-logs", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
     ) as demo:
         assert demo.stdout is not None
         for line in demo.stdout:

@@ -22,6 +22,7 @@ from demo_app import model
 from demo_app.arguments import parse
 from demo_app.main import prepared_smollm2
 from rich.console import Console
+from rich.markup import escape
 
 from vllm_app.asking import Asked, metric
 from vllm_app.parts import PartFailed
@@ -126,7 +127,7 @@ class Demo:
         )
         alone = self.ask("single", asked, lambda _: None)
         is_equal = answer.tokens == alone.tokens and answer.text == alone.text and bool(answer.tokens)
-        verdict = "[green]identical[/]" if is_equal else f"[red]DIFFERENT[/]: {alone.text!r}"
+        verdict = "[green]identical[/]" if is_equal else f"[red]DIFFERENT[/]: {escape(repr(alone.text))}"
         self._tell(
             f"the single server: {verdict}; first word after {alone.first_s:.2f} s, "
             f"{len(alone.tokens)} tokens in {alone.whole_s:.2f} s"

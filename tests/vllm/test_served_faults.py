@@ -153,8 +153,8 @@ def test_a_daemon_is_away_and_comes_back(site: Site) -> None:
         site.stack[daemon].kill()
         outcomes = [site.ask(random_prompt(300, 5000 + number), stream=bool(number)) for number in range(2)]
         assert all(outcome.is_clean_error and not outcome.tokens for outcome in outcomes), outcomes
-        if daemon == "sender":  # the prefill engine knows it at once, and says so
-            assert {outcome.error["code"] for outcome in outcomes if outcome.error} == {"peer_lost"}
+        # What the prefill engine's connector knows when the answer leaves is in it; else nothing arrives.
+        assert {outcome.error["code"] for outcome in outcomes if outcome.error} <= {"peer_lost", "transfer_lost"}
         site.stack.restart(daemon)
         site.check_clean(NEXT)
 

@@ -97,6 +97,7 @@ def test_what_a_sender_records_has_the_documented_names() -> None:
     metrics.failed(ErrorCode.PEER_LOST)
     metrics.put(0.5, 4096)
     metrics.staging_wait(0.125)
+    metrics.staging(free=3, total=8)
     metrics.in_flight_bytes.set(10)
     metrics.notified("acknowledged")
     nonzero = {name: value for name, value in metrics.snapshot().items() if value}
@@ -110,6 +111,8 @@ def test_what_a_sender_records_has_the_documented_names() -> None:
         "kvpd_put_bytes_total": 4096,
         "kvpd_staging_wait_seconds_count": 1,
         "kvpd_staging_wait_seconds_sum": 0.125,
+        'kvpd_staging_slots{state="free"}': 3,
+        'kvpd_staging_slots{state="used"}': 5,
         "kvpd_in_flight_bytes": 10,
         'kvpd_notifications_total{outcome="acknowledged"}': 1,
     }

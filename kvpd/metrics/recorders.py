@@ -261,6 +261,9 @@ class SenderMetrics(TransferMetrics):
         self._staging_wait = self._spread(
             "kvpd_staging_wait_seconds", "From a batch's answer to its staging slots.", _WAIT_S
         )
+        self._staging = self._levels(
+            "kvpd_staging_slots", "Slots of the staging buffer, by state.", "state", ("free", "used")
+        )
         self.in_flight_bytes = self._level("kvpd_in_flight_bytes", "Bytes posted and not yet ended.")
         self._notifications = self._tallies(
             "kvpd_notifications",
@@ -278,6 +281,11 @@ class SenderMetrics(TransferMetrics):
     def staging_wait(self, seconds: float) -> None:
         """A batch got its staging slots."""
         self._staging_wait.observe(seconds)
+
+    def staging(self, *, free: int, total: int) -> None:
+        """How many staging slots nobody uses now."""
+        self._staging["free"].set(free)
+        self._staging["used"].set(total - free)
 
     def failed(self, code: str) -> None:
         """A transfer ended without success."""

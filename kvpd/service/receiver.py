@@ -93,6 +93,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
         self.core = ReceiverCore(_settings(config, slots, host or own_host()))
         super().__init__(Driver(self.core, self._perform, now=now), health or Health())
         self._reports = ReceiverReports(self.metrics)
+        self._reports.levels(self.core)  # before its first step all of its slots are free, and not none
         self._control_given = control
         self._data_plane = data_plane or data_plane_factory(config.transport, config.ucx_library, config.ucx_tls)
         self._targets: dict[int, Target | None] = {}  # None: being made

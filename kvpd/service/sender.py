@@ -170,6 +170,9 @@ class Sender(Lifetime[ev.SenderEvent]):
 
     def _show_levels(self) -> None:
         self.metrics.sessions.set(self.core.peer_count)
+        staging = self.core.staging
+        free, total = sum(one.free_count for one in staging), sum(one.total_slots for one in staging)
+        self.metrics.staging(free=free, total=total)
         ways = list(self._endpoints.values())  # at once: another thread than the loop's may ask
         in_flight = sum(way.endpoint.in_flight_bytes for way in ways if way is not None)
         self.metrics.in_flight_bytes.set(in_flight)

@@ -164,7 +164,7 @@ class Family:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # A second Ctrl-C has nothing to hasten, for each child has a time limit, and must not leave half of them alive.
-        with _interrupts_held():
+        with interrupts_held():
             # All hear it first, so that the slowest alone decides how long this takes.
             for child in self._children.values():
                 child.signal(signal.SIGTERM)
@@ -186,7 +186,7 @@ class Family:
     def _start(self, name: str, command: Sequence[str], suffix: str) -> None:
         log = self._logs / f"{name}{suffix}" if self._logs is not None else None
         # An interrupt between the start of a process and its entry here would leave it behind.
-        with _interrupts_held():
+        with interrupts_held():
             self._children[name] = Child(name, command, self._happenings, log)
 
     def next(self, timeout_s: float) -> Happening:
@@ -199,7 +199,7 @@ class Family:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
+def interrupts_held() -> Iterator[None]:
     """SIGINT and SIGTERM that come meanwhile are acted on afterwards."""
     held: list[int] = []
     # Caught, not ignored or blocked: a process that is started meanwhile would inherit either.

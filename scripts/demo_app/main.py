@@ -38,8 +38,12 @@ class Task:
     decode: Callable[[tuple[int, ...]], str]
 
 
-def prepare_smollm2(console: Console) -> Task:
-    """The trained model, made on the first run, and prompts from the project's documents."""
+def prepared_smollm2(console: Console) -> Path:
+    """The trained model's folder; it is made on the first run, which is shown.
+
+    Raises:
+        ModelUnavailable: it cannot be made.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task(f"{model.SMOLLM2_NAME}: looking into {model.cache_folder()}", total=len(model.STEPS))
@@ -53,6 +57,12 @@ def prepare_smollm2(console: Console) -> Task:
 
         folder = model.prepare(on_step)
     console.print(f"{model.SMOLLM2_NAME} is ready in {folder}")
+    return folder
+
+
+def prepare_smollm2(console: Console) -> Task:
+    """The trained model, and prompts from the project's documents."""
+    folder = prepared_smollm2(console)
     chat = prompts.Chat(folder)
     return Task("smollm2", folder, model.read_shape(folder), prompts.from_documents(_ROOT, chat.encode), chat.decode)
 

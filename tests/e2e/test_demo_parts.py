@@ -360,7 +360,9 @@ def test_the_command_line_is_judged_before_anything_is_installed(capsys: pytest.
     """A typing error must not cost gigabytes."""
     assert arguments.parse([]).model == "smollm2"
     assert arguments.parse(["--model", "tiny", "--keep-logs", "logs"]).keep_logs == Path("logs")
-    with pytest.raises(SystemExit) as refused:
-        arguments.parse(["--model", "huge"])
-    assert refused.value.code == 2
-    assert "huge" in capsys.readouterr().err
+    assert arguments.parse(["--vllm"]).vllm
+    for wrong, word in (["--model", "huge"], "huge"), (["--vllm", "--model", "tiny"], "smollm2 only"):
+        with pytest.raises(SystemExit) as refused:
+            arguments.parse(wrong)
+        assert refused.value.code == 2
+        assert word in capsys.readouterr().err

@@ -120,6 +120,7 @@ def test_the_numbers_add_up(fleet: Fleet) -> None:
             "kvpd_put_bytes_total": request.nbytes,
             "kvpd_put_seconds_count": 2,
             "kvpd_staging_wait_seconds_count": 2,
+            "kvpd_staging_slots{state=used}": 0,
             "kvpd_in_flight_bytes": 0,
             "kvpd_sessions": 1,
             "kvpd_engines": 1,

@@ -117,6 +117,29 @@ async def test_p35_all_events_of_a_stream_come_from_the_decode_engine() -> None:
     assert {(chunk["id"], chunk["model"], chunk["created"]) for chunk in chunks} == {("cmpl-1", "m", 7)}
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_with_all_of_its_answer_was_answered(stream: bool) -> None:
+    """OpenAI's own client closes at [DONE], others after Content-Length bytes: none waits for HTTP's own end."""
+    last = DONE if stream else b"}"
+
+    async def lingers(call: Call) -> None:
+        await call.begin(200, SSE if stream else "application/json", **({} if stream else {"content_length": "2"}))
+        await call.send(event("a") if stream else b"{")
+        await call.send(last)
+        await call.hang()
+
+    async with stack() as s:
+        s.decode.behave = lingers
+        async with s.connect() as client:
+            await client.send("POST", COMPLETIONS, orjson.dumps({"prompt": "a", "stream": stream}))
+            assert (await client.head())[0] == 200
+            got = b""
+            while not got.endswith(last):
+                got += await client.piece()
+        await s.wait_metric('kvpd_requests_total{outcome="answered"}', 1)
+        assert s.metric('kvpd_requests_total{outcome="client_cancelled"}') == 0
+
+
 async def test_a_stream_that_breaks_off_between_events_ends_with_an_error_event() -> None:
     """Without it the client would take what it has for the whole answer."""
 

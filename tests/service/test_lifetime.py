@@ -43,6 +43,13 @@ def test_what_cannot_work_is_refused_before_anything_begins(make: Any, config: A
         make(config)
 
 
+@in_virtual_time
+async def test_a_receiver_that_nobody_has_spoken_to_shows_its_free_slots(memory_world: World) -> None:
+    """No free slot is what an alarm is set to, and a fresh receiver would ring it."""
+    async with memory_world.receiver(slots=4) as receiver:
+        assert receiver.metrics.snapshot()['kvpd_slots{state="free"}'] == 4
+
+
 @pytest.mark.parametrize("kind", ["receiver", "sender"])
 @in_virtual_time
 async def test_more_memory_than_there_is_is_a_plain_error(memory_world: World, kind: str) -> None:

@@ -11,8 +11,11 @@ from typing import Any, Final
 import attrs
 import pytest
 import tiny_llama
+import vllm_app.stack
+from demo_app.model import read_shape
 from e2e.daemons import Daemon, Fleet
 from engines import CHUNK_BYTES, CHUNK_TOKENS, Answer, Engine, together
+from served import MODEL_NAME, Site
 
 PROJECT: Final = Path(__file__).parents[2]
 # Daemons run from the other environment: this one has only what the connector imports of kvpd.
@@ -106,7 +109,9 @@ class Stack:
         assert self.decode.drain() == 0
         self.receiver.wait_quiet()
         assert set(self.receiver.slots()) == {"free"}
-        assert set(self.sender.slots()) <= {"free"}, self.sender.slots()
+        staging = self.sender.metrics()
+        assert staging["kvpd_staging_slots{state=used}"] == 0
+        assert staging["kvpd_staging_slots{state=free}"] > 0
 
 
 StackMaker = Callable[..., Stack]
@@ -185,3 +190,34 @@ def transfer_config(role: str, extra: Mapping[str, Any], policy: str = "fail") -
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"chunk_tokens": CHUNK_TOKENS, **extra},
     }
+
+
+@pytest.fixture(scope="session")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The whole stack over HTTP, with a single server beside; started once, for that takes the most of a minute."""
+    served = vllm_app.stack.Served(
+        folder=model,
+        name=MODEL_NAME,
+        shape=read_shape(model),
+        context=2048,
+        room=128 * 128,
+        # Without caches of their own, everything that the decode server did not compute has come from outside.
+        flags=["--no-enable-prefix-caching", "--max-num-batched-tokens", "512"],
+        # What is lost is to be noticed while a test waits for it.
+        settings={"proxy.transfer_timeout_s": 5, "proxy.requests_max": 64},
+        connector={"load_timeout_s": 10},
+    )
+    logs = tmp_path_factory.mktemp("servers")
+    with vllm_app.stack.Stack(served, logs, print, with_single=True) as stack:
+        yield Site(stack)
+
+
+@pytest.fixture
+def site(servers: Site) -> Iterator[Site]:
+    """The stack for one test; if it fails, what each part has written meanwhile is shown."""
+    logs = {path: path.stat().st_size for path in servers.stack.logs.iterdir()}
+    yield servers
+    for path in sorted(servers.stack.logs.iterdir()):
+        text = path.read_bytes()[logs.get(path, 0) :].decode(errors="replace")
+        sys.stdout.write(f"----- the end of what {path.name} has got\n{text[-10_000:]}\n")
+    servers.stack.check()

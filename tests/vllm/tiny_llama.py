@@ -24,7 +24,11 @@ def make(folder: Path) -> Path:
     )
     tokenizer.train_from_iterator(["a word and another word, and then some more of them"], trainer)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=4096
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=4096,
+        chat_template="{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}",
     ).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

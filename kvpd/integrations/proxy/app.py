@@ -108,7 +108,8 @@ class App:
             raise
         finally:
             self._count(-1)
-            self._metrics.request_ended(outcome)
+            # Whoever goes with all of an answer has not left early.
+            self._metrics.request_ended(_outcome(exchange.status, exchange.failed) if exchange.whole else outcome)
 
     async def _run(self, request: Request, exchange: Exchange) -> None:
         work = read_work(request)

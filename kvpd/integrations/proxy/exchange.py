@@ -14,8 +14,10 @@ import attrs
 import h11
 
 from kvpd.integrations.proxy.errors import Headers, ProxyError, Refused
-from kvpd.integrations.proxy.sse import error_event, is_event_stream
+from kvpd.integrations.proxy.sse import DONE, error_event, is_event_stream
 
+_DONE_LINE: Final = b"data: " + DONE
+_TAIL_BYTES: Final = 32  # room for that line and an empty one
 # RFC 9110, 7.6.1: these are for the next hop alone.
 _HOP_BY_HOP: Final = frozenset(
     {
@@ -104,6 +106,7 @@ class Exchange:
         self._started = False
         self._is_event_stream = False
         self._tail = b""  # the last bytes of the body so far
+        self._missing = -1  # bytes of a body whose length is known
         self.status = 0
         self.whole = False
         self.failed = False
@@ -120,11 +123,15 @@ class Exchange:
         if header(kept, b"date") is None:  # RFC 9110, 6.6.1: every answer has one
             kept.append((b"date", formatdate(usegmt=True).encode("ascii")))
         self._is_event_stream = is_event_stream(header(kept, b"content-type"), header(kept, b"content-encoding"))
+        self._missing = int(header(kept, b"content-length") or -1)
         await self._send(h11.Response(status_code=status, headers=[*kept, (b"x-request-id", self.request_id.encode())]))
 
     async def send(self, data: bytes) -> None:
         if self._has_body and data:
-            self._tail = (self._tail + data[-4:])[-4:]
+            self._tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+            self._missing -= len(data)
+            # Before they leave: clients go when they have all bytes, or [DONE], and do not wait for HTTP's own end.
+            self.whole = not self._missing or (self._is_event_stream and self._tail.rstrip().endswith(_DONE_LINE))
             await self._send(h11.Data(data=data))
 
     async def finish(self) -> None:

@@ -175,9 +175,14 @@ class Heartbeat(PeerMessage, frozen=True):
 
 
 class Ack(PeerMessage, frozen=True):
-    """Either way: message `message_id` has been acted on, or was refused for the reason given."""
+    """Either way: message `message_id` has been acted on, or was refused for the reason given.
+
+    As the answer to an AllocRequest, without an error, it says that the transfer waits for room: AllocResponse follows.
+    As the answer to a Heartbeat it says how many of the sender's transfers are `waiting` so.
+    """
 
     error: ErrorInfo | None = None
+    waiting: Count = 0
 
 
 class ProxyNotif(Message, frozen=True):

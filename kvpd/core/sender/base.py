@@ -28,6 +28,7 @@ class SenderBase:
         self.staging = Staging(settings.staging_slots)
         self._peers: dict[str, Peer] = {}
         self._transfers: dict[int, Transfer] = {}
+        self._by_req_id: dict[str, dict[int, Transfer]] = {}  # without empty ones
         # Slots that the engine of an ended transfer may still be filling: by transfer, until it lets go.
         self._lingering: dict[int, list[int]] = {}
         # Transfers of lost sessions whose puts have not ended, by receiver: until then no new session is opened.

@@ -28,7 +28,7 @@ class SenderCore(Moving):
             case ev.EngineLetGo(number):
                 self._engine_let_go(number)
             case RequestCancelled(req_id):
-                for transfer in [t for t in self._transfers.values() if t.req_id == req_id]:
+                for transfer in list(self._by_req_id.get(req_id, {}).values()):
                     self._cancel(transfer, transfer_error(ErrorCode.CANCELLED, "cancelled by the prefill engine"))
             case ev.PeerMessageReceived(receiver, message):
                 self._message_received(receiver, message, now)

@@ -40,6 +40,7 @@ class Ending(SenderBase):
 
     def _stop_repeating(self, transfer: Transfer) -> None:
         """Nothing that was asked for a transfer matters once it is over. A reply that still comes finds no question."""
+        transfer.peer.waiting.discard(transfer.number)
         for message_id in transfer.unanswered:
             transfer.peer.outbox.answer(message_id)
         transfer.unanswered.clear()
@@ -84,11 +85,23 @@ class Ending(SenderBase):
     def _forget(self, transfer: Transfer) -> None:
         del self._transfers[transfer.number]
         del transfer.peer.transfers[transfer.number]
+        same = self._by_req_id[transfer.req_id]
+        del same[transfer.number]
+        if not same:
+            del self._by_req_id[transfer.req_id]
 
     def _drop_piece(self, transfer: Transfer, piece: Piece) -> None:
         """Nobody reads or writes the piece's staging slots any more."""
         self.staging.give_back(transfer.peer.receiver, piece.staging_slots)
         del transfer.pieces[piece.number]
+        self._note_writing(transfer)
+
+    def _note_writing(self, transfer: Transfer) -> None:
+        """A heartbeat names those with puts in flight, and must not search all transfers for them."""
+        if any(piece.state is PieceState.WRITING for piece in transfer.pieces.values()):
+            transfer.peer.writing[transfer.number] = transfer
+        else:
+            transfer.peer.writing.pop(transfer.number, None)
 
     def _engine_let_go(self, number: int) -> None:
         """The engine writes into none of the transfer's slots any more."""

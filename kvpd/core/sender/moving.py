@@ -43,6 +43,7 @@ class Moving(Peers):
             event.transfer_no, event.engine, event.req_id, peer, event.total_chunks, event.notify, opened_at=now
         )
         self._transfers[transfer.number] = peer.transfers[transfer.number] = transfer
+        self._by_req_id.setdefault(transfer.req_id, {})[transfer.number] = transfer
         self._timers.set(("request", transfer.number), now + self.settings.request_timeout_s)
         self._report_of(ReportName.TRANSFER_OPENED, transfer, chunks=transfer.total_chunks, engine=transfer.engine)
         if is_new:
@@ -170,12 +171,21 @@ class Moving(Peers):
         if transfer.state is SenderState.OPENING:
             transfer.move(SenderCause.ADMITTED)
             transfer.admitted_at = now
+            self._wait_no_more(transfer, now)
             self._report_of(ReportName.ADMISSION_GRANTED, transfer, waited_s=now - transfer.opened_at)
         for batch in transfer.batches.values():
             if sent.message.keys and batch.first_chunk == sent.message.first_chunk:
                 batch.remote_indexes = message.remote_indexes
                 batch.asked_at = now
         self._stage_next(transfer, now)
+
+    def _wait_no_more(self, transfer: Transfer, now: float) -> None:
+        """It is admitted: whatever else was asked for it is answered together with this, or that answer was lost."""
+        peer = transfer.peer
+        peer.waiting.discard(transfer.number)
+        for message_id in transfer.unanswered:
+            peer.outbox.resume(message_id, now=now)
+        self._arm_repeat(peer)
 
     def _is_plausible(self, peer: Peer, request: AllocRequest, message: AllocResponse) -> bool:
         """A wrong index would be a write into somebody else's slot: check every one."""
@@ -281,6 +291,7 @@ class Moving(Peers):
             return
         if piece.puts:
             piece.state = PieceState.WRITING
+            self._note_writing(transfer)
             self._actions.append(
                 ev.PostPuts(number, piece_no, transfer.peer.endpoint, piece.puts, transfer.peer.verify)
             )
@@ -299,6 +310,7 @@ class Moving(Peers):
             return
         self.staging.give_back(transfer.peer.receiver, piece.staging_slots)
         piece.state = PieceState.ACKING
+        self._note_writing(transfer)
         size = sum(put.length for put in piece.puts)
         transfer.bytes_put += size
         self._report_of(ReportName.PIECE_WRITTEN, transfer, chunks=len(piece.puts), bytes=size, seconds=event.seconds)
@@ -322,6 +334,10 @@ class Moving(Peers):
 
     def _answered(self, peer: Peer, message: Ack, now: float) -> None:
         """An Ack for something in the outbox."""
+        asked = peer.outbox.unanswered(message.message_id)
+        if asked is not None and isinstance(asked.message, AllocRequest) and message.error is None:
+            self._must_wait(peer, asked.message, asked.at)
+            return
         sent = peer.outbox.answer(message.message_id)
         self._arm_repeat(peer)
         if sent is None:
@@ -337,11 +353,19 @@ class Moving(Peers):
             self._settle(transfer)
         elif message.error is not None:
             self._cancel(transfer, transfer_error(message.error.code, message.error.detail))
-        elif isinstance(sent.message, WriteDone):
+        else:
+            assert isinstance(sent.message, WriteDone)
             (piece,) = (p for p in transfer.pieces.values() if p.first_chunk == sent.message.first_chunk)
             self._acknowledge(transfer, piece, now)
-        else:
-            self._peer_misbehaved(peer, f"an Ack without an error is no answer to AllocRequest {message.message_id}")
+
+    def _must_wait(self, peer: Peer, request: AllocRequest, sent_at: float) -> None:
+        """The receiver has no room yet. Its answer comes by itself, and a Heartbeat finds out if that was lost."""
+        peer.lease_from = max(peer.lease_from, sent_at)
+        transfer = peer.transfers[request.transfer_no]  # an ended one has no request in the outbox
+        if transfer.state is SenderState.OPENING:  # else an answer has overtaken this
+            peer.waiting.add(transfer.number)
+            peer.outbox.hold_back(request.message_id)
+            self._arm_repeat(peer)
 
     def _acknowledge(self, transfer: Transfer, piece: Piece, now: float) -> None:
         del transfer.pieces[piece.number]

@@ -174,6 +174,15 @@ def _serve_proxy(config: Config, read_again: Callable[[], Config], address_file:
     return run(config, read_again=read_again, address_file=address_file)
 
 
+@main.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure kvpd on this machine, beside what bounds it."""
+    from kvpd.bench.command import main as bench_command  # noqa: PLC0415
+
+    bench_command.main(list(arguments), prog_name="kvpd bench")
+
+
 @main.group()
 def config() -> None:
     """Look at a configuration without starting anything."""

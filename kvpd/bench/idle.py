@@ -30,7 +30,8 @@ _BURST: Final = 500  # transfers opened before the receiver must have heard of t
 _HELP = """CPU of daemons that have nothing to do.
 
 Three situations: alone; with a prefill and a decode engine attached; and with --waiting transfers in the receiver's
-queue, behind one that holds the only slot. Each is left alone for a second and then looked at for --seconds at a time.
+queue, behind one that holds the only slot. Each is left alone for a second at most, then looked at for --seconds at a
+time.
 
 \b
 Example:
@@ -83,7 +84,7 @@ def _run(bench: Bench, *, seconds: float, waiting: int) -> IdleResult:
 
         def look(situation: str, queued: int) -> None:
             bench.progress.step(f"idle: {situation}")
-            time.sleep(_SETTLE_S)
+            time.sleep(min(_SETTLE_S, seconds))
             cpu = [_cores_used(seconds, (sender, receiver)) for _ in range(bench.rounds)]
             by_daemon = [Measured.of(values) for values in zip(*cpu, strict=True)]
             situations.append(Idle(situation=situation, waiting=queued, sender=by_daemon[0], receiver=by_daemon[1]))
@@ -156,5 +157,5 @@ SUBCOMMAND: Final = Subcommand(
             help="Transfers that wait for admission.",
         ),
     ),
-    quick={"seconds": 0.5, "waiting": 500},
+    quick={"seconds": 0.3, "waiting": 500},
 )

@@ -38,7 +38,7 @@ class LoopWatch:
         file.write_bytes(bytes(_BUCKETS * _COUNT_BYTES))
         return cls(file)
 
-    def counts(self) -> Turns:
+    def turns(self) -> Turns:
         """All turns so far."""
         return Turns(tuple(self._counts))
 

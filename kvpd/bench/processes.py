@@ -107,6 +107,11 @@ class Child:
             tail = file.read().decode(errors="replace").strip()
         return BenchmarkFailed(f"{self.name} {detail}" + (f"; the end of what it said:\n{tail}" if tail else ""))
 
+    def ask_to_end(self) -> None:
+        """SIGTERM, if it runs."""
+        if self._pidfd >= 0 and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
     def end(self) -> None:
         """SIGTERM, and SIGKILL if it has not gone in END_S. Idempotent.
 
@@ -115,8 +120,7 @@ class Child:
         """
         if self._pidfd < 0:
             return
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        self.ask_to_end()
         status = self._reap()
         if status not in (0, -signal.SIGTERM):
             raise self.failure(f"ended with status {status}")

@@ -16,7 +16,7 @@ Cell = str | int | float | Measured | None
 
 @attrs.frozen(kw_only=True)
 class Table:
-    """Rows under a title. Numbers are rounded to three digits; a Measured shows its median and its spread."""
+    """Rows under a title. A Measured shows its median and, in parentheses, its least and its greatest."""
 
     title: str
     columns: Sequence[str]  # with their units
@@ -43,16 +43,16 @@ def text(cell: Cell) -> str:
         case None:
             return "-"
         case Measured(median, low, high):
-            return text(median) if low == high else f"{text(median)} ({text(low)}–{text(high)})"  # noqa: RUF001
+            return text(median) if low == high else f"{text(median)} ({_rounded(low, 2)}–{_rounded(high, 2)})"  # noqa: RUF001
         case float():
-            return _rounded(cell)
+            return _rounded(cell, 3)
         case int():
             return f"{cell:,}"
         case _:
             return cell
 
 
-def _rounded(value: float) -> str:
-    if abs(value) >= 100:
+def _rounded(value: float, digits: int) -> str:
+    if abs(value) >= 10**digits:
         return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"
+    return f"{value:.{digits}g}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"

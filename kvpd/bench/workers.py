@@ -2,13 +2,15 @@
 
 A worker is a module that is run and calls `serve` (or, in trio, `serve_async`) with its functions. Each takes one value
 and gives one back, both of types that msgspec knows; they travel as lines of JSON over the worker's stdin and stdout.
-It ends when its stdin does. What a function raises ends the worker, and its caller is told.
+It ends when its stdin does. What a function or a thread of its raises ends the worker, and its caller is told.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import traceback
 import typing
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -70,6 +72,7 @@ class Worker(Child):
 
 def serve(functions: Mapping[str, Callable[[Any], object]]) -> None:
     """A worker's main: answer calls until stdin ends."""
+    threading.excepthook = _end_at_once
     types = {name: _argument_type(function) for name, function in functions.items()}
     for line in sys.stdin.buffer:
         name, raw = msgspec.json.decode(line, type=tuple[str, msgspec.Raw])
@@ -93,6 +96,14 @@ def _argument_type(function: Callable[[Any], object]) -> Any:
     hints.pop("return", None)
     (argument,) = hints.values()
     return argument
+
+
+def _end_at_once(failure: threading.ExceptHookArgs) -> None:
+    """A thread has failed, and the others may wait for it."""
+    if failure.exc_value is not None:
+        traceback.print_exception(failure.exc_value)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _answer(value: object) -> None:

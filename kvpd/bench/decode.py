@@ -1,0 +1,116 @@
+"""A worker: a decode engine that claims requests, looks at every chunk and gives it back.
+
+A few threads claim, because each waits for the daemon's answer; an engine that runs several requests does the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import attrs
+
+from kvpd.bench.payload import Load, Payload, has_stamps
+from kvpd.bench.workers import serve
+from kvpd.client import Chunk, ReceiverLink, connect_receiver
+
+_THREADS_MAX: Final = 4
+_CLAIM_S: Final = 120.0
+_ARENA_BYTES: Final = 64 << 20
+
+
+@attrs.frozen(kw_only=True)
+class AttachDecode:
+    """Whom to attach to."""
+
+    socket: str
+
+
+@attrs.frozen(kw_only=True)
+class Taken:
+    """When it happened, in seconds of CLOCK_MONOTONIC, and what was seen."""
+
+    claimed_at: tuple[float, ...]  # by request: its chunks are there to be used
+    ended_at: float
+    chunks: int
+    wrong: int  # chunks whose bytes were not those that were sent
+
+
+class DecodeEngine:
+    """One link, one load at a time."""
+
+    _link: ReceiverLink
+    _payload: Payload
+
+    def attach(self, where: AttachDecode) -> None:
+        """Connect."""
+        self._link = connect_receiver(where.socket)
+        self._payload = Payload(self._link.chunk_bytes)
+
+    def run(self, load: Load) -> Taken:
+        """Claim it all."""
+        numbers = itertools.count()
+        takers = [_Taker(self._link, self._payload, load, numbers) for _ in range(min(load.depth, _THREADS_MAX))]
+        for taker in takers:
+            taker.start()
+        for taker in takers:
+            taker.join()
+        claimed_at = dict(itertools.chain.from_iterable(taker.claimed_at.items() for taker in takers))
+        return Taken(
+            claimed_at=tuple(claimed_at[number] for number in sorted(claimed_at)),
+            ended_at=time.monotonic(),
+            chunks=sum(taker.chunks for taker in takers),
+            wrong=sum(taker.wrong for taker in takers),
+        )
+
+
+class _Taker(threading.Thread):
+    """A thread that claims every request whose number it draws."""
+
+    def __init__(self, link: ReceiverLink, payload: Payload, load: Load, numbers: Iterator[int]) -> None:
+        super().__init__(name="taker", daemon=True)
+        self.claimed_at: dict[int, float] = {}
+        self.chunks = 0
+        self.wrong = 0
+        self._link = link
+        self._payload = payload
+        self._load = load
+        self._numbers = numbers
+        length = max(_ARENA_BYTES, payload.chunk_bytes) if load.mode == "copy" else payload.chunk_bytes
+        # Touched, as memory that an engine has used before.
+        self._own = memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE))
+
+    def run(self) -> None:
+        while (number := next(self._numbers)) < self._load.requests:
+            with self._link.claim(self._load.req_id(number), _CLAIM_S) as chunks:
+                self.claimed_at[number] = time.monotonic()
+                for position, chunk in enumerate(chunks):
+                    self._look(number, position, chunk)
+
+    def _look(self, number: int, position: int, chunk: Chunk) -> None:
+        stamp = self._load.stamp(number, position)
+        match self._load.mode:
+            case "check":
+                right = self._payload.is_whole(chunk.view, number, position, stamp)
+            case "copy":
+                right = has_stamps(self._copy(chunk.view), stamp)
+            case "in_place":
+                right = has_stamps(chunk.view, stamp)
+        self.chunks += 1
+        self.wrong += not right
+
+    def _copy(self, view: memoryview) -> memoryview:
+        places = len(self._own) // len(view)
+        offset = self.chunks % places * len(view)
+        own = self._own[offset : offset + len(view)]
+        own[:] = view
+        return own
+
+
+if __name__ == "__main__":
+    engine = DecodeEngine()
+    serve({"attach": engine.attach, "run": engine.run})

@@ -1,0 +1,91 @@
+"""A worker: a prefill engine that sends requests as fast as a number of open ones allows.
+
+One thread opens and fills; another waits for the ends, in the order of opening.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+
+import attrs
+
+from kvpd.bench.payload import Load, Payload, put_stamps
+from kvpd.bench.workers import serve
+from kvpd.client import SenderLink, Staging, Transfer, connect_sender
+
+
+@attrs.frozen(kw_only=True)
+class AttachPrefill:
+    """Whom to attach to, and where requests go."""
+
+    socket: str
+    receiver: str
+
+
+@attrs.frozen(kw_only=True)
+class Sent:
+    """When it happened, in seconds of CLOCK_MONOTONIC, which all processes share."""
+
+    began_at: float
+    opened_at: tuple[float, ...]  # by request
+    ended_at: float
+
+
+class PrefillEngine:
+    """One link, one load at a time."""
+
+    _link: SenderLink
+    _payload: Payload
+    _receiver: str
+
+    def attach(self, where: AttachPrefill) -> None:
+        """Connect."""
+        self._link = connect_sender(where.socket)
+        self._payload = Payload(self._link.chunk_bytes)
+        self._receiver = where.receiver
+
+    def run(self, load: Load) -> Sent:
+        """Send it all, and wait until the last has ended."""
+        began_at = time.monotonic()
+        opened_at: list[float] = []
+        room = threading.Semaphore(load.depth)
+        ending: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        ender = threading.Thread(target=_end_all, args=(ending, room), daemon=True)
+        ender.start()
+        staged: deque[tuple[int, Transfer, Staging]] = deque()
+        while len(opened_at) < load.requests or staged:
+            # Ask for more while that is allowed, and fill what was asked for first when it is not.
+            if len(opened_at) < load.requests and room.acquire(blocking=not staged):
+                number = len(opened_at)
+                opened_at.append(time.monotonic())
+                transfer = self._link.open(load.req_id(number), receiver=self._receiver, total_chunks=load.chunks)
+                staged.append((number, transfer.__enter__(), transfer.stage(load.keys(number))))
+            else:
+                number, transfer, staging = staged.popleft()
+                self._fill(load, number, staging)
+                ending.put(transfer)
+        ending.put(None)
+        ender.join()
+        return Sent(began_at=began_at, opened_at=tuple(opened_at), ended_at=time.monotonic())
+
+    def _fill(self, load: Load, number: int, staging: Staging) -> None:
+        with staging as slots:
+            for chunk, slot in enumerate(slots):
+                assert slot is not None, "no key comes twice"
+                if load.mode != "in_place":
+                    slot[:] = self._payload.chunk(number, chunk)
+                put_stamps(slot.view, load.stamp(number, chunk))
+
+
+def _end_all(ending: queue.SimpleQueue[Transfer | None], room: threading.Semaphore) -> None:
+    while (transfer := ending.get()) is not None:
+        transfer.__exit__(None, None, None)
+        room.release()
+
+
+if __name__ == "__main__":
+    engine = PrefillEngine()
+    serve({"attach": engine.attach, "run": engine.run})

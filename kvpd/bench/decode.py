@@ -51,6 +51,10 @@ class DecodeEngine:
         self._link = connect_receiver(where.socket)
         self._payload = Payload(self._link.chunk_bytes)
 
+    def close(self) -> None:
+        """Leave the daemon."""
+        self._link.close()
+
     def run(self, load: Load) -> Taken:
         """Claim it all."""
         numbers = itertools.count()

@@ -47,6 +47,10 @@ class PrefillEngine:
         self._payload = Payload(self._link.chunk_bytes)
         self._receiver = where.receiver
 
+    def close(self) -> None:
+        """Leave the daemon."""
+        self._link.close()
+
     def run(self, load: Load) -> Sent:
         """Send it all, and wait until the last has ended."""
         began_at = time.monotonic()

@@ -78,6 +78,8 @@ class Child:
             )
         self.pid = self.process.pid
         self._pidfd = os.pidfd_open(self.pid)
+        self._is_asked = False
+        self._is_told = False
 
     @property
     def cpu_seconds(self) -> float:
@@ -101,28 +103,30 @@ class Child:
         raise self.failure(f"did not come to {what} within {timeout_s:g} s")
 
     def failure(self, detail: str) -> BenchmarkFailed:
-        """What to raise about it: the detail and the end of what it said."""
+        """What to raise about it: the detail and the end of what it said. Its end will be no news then."""
+        self._is_told = True
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
             tail = file.read().decode(errors="replace").strip()
         return BenchmarkFailed(f"{self.name} {detail}" + (f"; the end of what it said:\n{tail}" if tail else ""))
 
     def ask_to_end(self) -> None:
-        """SIGTERM, if it runs."""
-        if self._pidfd >= 0 and self.process.poll() is None:
+        """SIGTERM, once: a daemon takes a second one for impatience."""
+        if not self._is_asked:
+            self._is_asked = True
             self.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
         """SIGTERM, and SIGKILL if it has not gone in END_S. Idempotent.
 
         Raises:
-            BenchmarkFailed: it did not end well.
+            BenchmarkFailed: it did not end well, and nobody has been told.
         """
         if self._pidfd < 0:
             return
         self.ask_to_end()
         status = self._reap()
-        if status not in (0, -signal.SIGTERM):
+        if status not in (0, -signal.SIGTERM) and not self._is_told:
             raise self.failure(f"ended with status {status}")
 
     def _reap(self) -> int:

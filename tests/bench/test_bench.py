@@ -1,0 +1,177 @@
+"""`kvpd bench` as a user runs it: what it writes, what it notices, and what it leaves behind."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvpd.bench.command import SUBCOMMANDS
+from kvpd.bench.decode import AttachDecode, DecodeEngine
+from kvpd.bench.failure import BenchmarkFailed
+from kvpd.bench.fleet import Daemon, Fleet
+from kvpd.bench.payload import Load, Mode, Payload, put_stamps
+from kvpd.bench.prefill import AttachPrefill, PrefillEngine
+from kvpd.client import connect_sender
+from tests.e2e.daemons import in_background
+
+DEADLINE_S = 110.0
+CHUNK_BYTES = 4096
+MODES: tuple[Mode, ...] = ("check", "copy", "in_place")
+
+
+def command(*arguments: str | Path) -> list[str | Path]:
+    return [sys.executable, "-m", "kvpd", "bench", *arguments]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path) as fleet:
+        yield fleet
+
+
+def test_quick_runs_everything_and_writes_what_it_measured(tmp_path: Path) -> None:
+    """One command shows that every benchmark still moves the right bytes. No time is asserted."""
+    file, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    done = subprocess.run(
+        command("--quick", "--json", file, "--plot", plot), capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_bytes())
+    assert [run["subcommand"] for run in report["runs"]] == [subcommand.name for subcommand in SUBCOMMANDS]
+    assert {"kvpd", "python", "trio", "pyzmq", "ucx"} <= report["record"]["versions"].keys()
+    results = {run["subcommand"]: run["result"] for run in report["runs"]}
+    assert [case["transport"] for case in results["transfer"]["cases"]] == ["cma", "tcp"]
+    assert all(
+        len(case[name]["values"]) == 2
+        for case in results["transfer"]["cases"]
+        for name in ("memcpy", "bare", "in_place", "copying")
+    )
+    assert all(
+        case["cpu_s"].keys() == {"prefill", "sender", "receiver", "decode"} for case in results["requests"]["cases"]
+    )
+    assert [situation["waiting"] for situation in results["idle"]["situations"]] == [0, 0, 500]
+    assert all(loop["turns"] > 0 for case in results["stall"]["cases"] for loop in case["loops"])
+    assert plot.read_bytes().startswith(b"<?xml")
+    assert "Goodput, GB/s" in done.stdout
+
+
+@pytest.mark.parametrize("subcommand", [None, *(subcommand.name for subcommand in SUBCOMMANDS)])
+def test_help_teaches(subcommand: str | None) -> None:
+    """What is measured, and a line to type."""
+    arguments = ["--help"] if subcommand is None else [subcommand, "--help"]
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0
+    for part in ("Usage: kvpd bench", "Example", "--rounds", "--json"):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--quick", "idle"), "options stand behind the subcommand"),
+        (("idle", "--json", "/no/such/folder/x.json"), "there is no folder"),
+        (("idle", "--plot", "x.jpeg"), ".svg or .png"),
+        (("transfer", "--chunk-bytes", "8"), "out of range"),
+        (("transfer", "--transports", "pigeon"), "is none of cma, tcp"),
+        (("requests", "--depths", "0"), "no whole number of 1 or more"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_started(arguments: tuple[str, ...], reason: str) -> None:
+    """Exit status 2, and the reason."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
+def test_a_daemon_that_cannot_start_says_why() -> None:
+    """A benchmark's user gave the setting, and must not look for logs in a folder that is gone."""
+    done = subprocess.run(
+        command("idle", "--quick", "--set", "receiver.lease_s=soon"), capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 1
+    assert "receiver.lease_s = 'soon'" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_however_it_ends_no_process_is_left(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    """Daemons that went on would spoil the next measurement, and hold gigabytes."""
+    process = subprocess.Popen(
+        command("idle", "--seconds", "100"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    with process:
+        assert process.stderr is not None
+        assert "idle: alone" in process.stderr.readline()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 2
+        watched = [os.pidfd_open(int(child)) for child in children]
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == status
+        for pidfd in watched:
+            assert select.select([pidfd], [], [], DEADLINE_S)[0], "a daemon goes on"
+            os.close(pidfd)
+    if number is not signal.SIGKILL:
+        assert list(tmp_path.iterdir()) == []
+
+
+def daemons(fleet: Fleet) -> tuple[Daemon, Daemon]:
+    return fleet.receiver(chunk_bytes=CHUNK_BYTES, slots=4), fleet.sender(chunk_bytes=CHUNK_BYTES, slots=4)
+
+
+def send(engine: PrefillEngine, load: Load) -> None:
+    engine.run(load)
+
+
+def test_the_engines_of_a_benchmark_move_what_they_say_in_every_mode(fleet: Fleet) -> None:
+    """More than fits at once, so that slots are used again."""
+    receiver, sender = daemons(fleet)
+    with closing(PrefillEngine()) as prefill, closing(DecodeEngine()) as decode:
+        prefill.attach(AttachPrefill(socket=str(sender.socket), receiver=receiver.address))
+        decode.attach(AttachDecode(socket=str(receiver.socket)))
+        for run, mode in enumerate(MODES):
+            load = Load(run=run, requests=7, chunks=2, depth=2, mode=mode)
+            with in_background(functools.partial(send, prefill, load)):
+                taken = decode.run(load)
+            assert (taken.chunks, taken.wrong, len(taken.claimed_at)) == (14, 0, 7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_wrong_bytes_are_noticed(fleet: Fleet, mode: Mode) -> None:
+    """A benchmark that moves the wrong bytes fast is worth nothing."""
+    receiver, sender = daemons(fleet)
+    load = Load(run=1, requests=1, chunks=2, depth=1, mode=mode)
+    payload = Payload(CHUNK_BYTES)
+    with closing(DecodeEngine()) as decode, connect_sender(sender.socket) as link:
+        decode.attach(AttachDecode(socket=str(receiver.socket)))
+        with (
+            link.open(load.req_id(0), receiver=receiver.address, total_chunks=2) as transfer,
+            transfer.stage(load.keys(0)) as slots,
+        ):
+            for chunk, slot in enumerate(slots):
+                assert slot is not None
+                slot[:] = payload.chunk(0, chunk)
+                put_stamps(slot.view, load.stamp(0, 0 if mode != "check" else chunk))
+                if mode == "check" and chunk == 1:
+                    slot.view[CHUNK_BYTES // 2] ^= 1
+        taken = decode.run(load)
+    assert (taken.chunks, taken.wrong) == (2, 1)
+
+
+def test_a_worker_that_dies_says_why(fleet: Fleet) -> None:
+    """Its caller would wait for ever, and the reason is in another process."""
+    worker = fleet.worker("kvpd.bench.prefill")
+    with pytest.raises(BenchmarkFailed, match="cannot reach the daemon"):
+        worker.call("attach", AttachPrefill(socket="/no/such.sock", receiver="127.0.0.1:1"), type(None))

@@ -139,7 +139,6 @@ def _wake_ups(bench: Bench, waiting: Sequence[int], samples: int, seconds: float
                 queue_depth_max=max(count + 1, _QUEUE_DEPTH_LEAST),
                 allocation_timeout_s=_FOR_EVER_S,
                 progress_timeout_s=_FOR_EVER_S,
-                drain_timeout_s=0,  # its queue never empties
             )
             peer = fleet.worker(PEER)
             connect(peer, receiver, 1)

@@ -13,16 +13,16 @@ import attrs
 import click
 
 from kvpd.bench import arguments
-from kvpd.bench._peer import Connect, RoundTrips, Times
 from kvpd.bench.failure import BenchmarkFailed
 from kvpd.bench.fleet import Daemon
+from kvpd.bench.peer import Connect, RoundTrips, Times
 from kvpd.bench.plots import Plot, Series
 from kvpd.bench.rounds import Measured, alternate, percentile
 from kvpd.bench.suite import Bench, Subcommand
 from kvpd.bench.tables import Table
 from kvpd.bench.workers import Worker
 
-PEER: Final = "kvpd.bench._peer"
+PEER: Final = "kvpd.bench.peer"
 CHUNK_BYTES: Final = 4096
 
 _HELP = """AllocRequest round trips: their time, and how many a second.

@@ -105,7 +105,7 @@ class ReceiverWorld(World):
             lease_s=_FOR_EVER_S,
             queue_depth_max=population + _SPARE_SLOTS,
         )
-        self._core = ReceiverCore(settings)
+        self.core = ReceiverCore(settings)
         hello = Hello(_SENDER, 0, self._id(), PROTOCOL_VERSION, "sender", _CHUNK_BYTES, "", 0, HostIdentity())
         self._feed("hello", rev.MessageReceived(_PEER, hello))
         region = Region(0, b"worker", 0, total_slots * _CHUNK_BYTES, b"rkey")
@@ -122,7 +122,7 @@ class ReceiverWorld(World):
     def _feed(self, name: str, event: rev.ReceiverEvent) -> list[rev.ReceiverAction]:
         now = self._clock()
         began = time.perf_counter_ns()
-        actions = self._core.handle(event, now=now)
+        actions = self.core.handle(event, now=now)
         self.costs[name].append(time.perf_counter_ns() - began)
         return actions
 
@@ -193,7 +193,7 @@ class SenderWorld(World):
             request_timeout_s=_FOR_EVER_S,
             transfers_max=population + _SPARE_SLOTS,
         )
-        self._core = SenderCore(settings)
+        self.core = SenderCore(settings)
         self._waiting = 0
         first = self._number()
         hello = _sent(self._feed("open", sev.OpenRequested(first, 1, f"request-{first}", _ADDRESS, 1)), Hello)
@@ -221,7 +221,7 @@ class SenderWorld(World):
     def _feed(self, name: str, event: sev.SenderEvent) -> list[sev.SenderAction]:
         now = self._clock()
         began = time.perf_counter_ns()
-        actions = self._core.handle(event, now=now)
+        actions = self.core.handle(event, now=now)
         self.costs[name].append(time.perf_counter_ns() - began)
         return actions
 
@@ -268,7 +268,7 @@ class SenderWorld(World):
         """Time passes until a heartbeat is due; it is answered."""
         heartbeats: list[Heartbeat] = []
         while not heartbeats:
-            self._now = max(self._now, self._core.next_deadline() or 0.0)
+            self._now = max(self._now, self.core.next_deadline() or 0.0)
             heartbeats = _all_sent(self._feed("time_passed", TimePassed()), Heartbeat)
         self._ack("heartbeat_acked", heartbeats[0])
 

@@ -291,9 +291,9 @@ def _replay(
             allocation_timeout_s=engines.allocation_timeout_s / scaled.speed,
         )
         sender = fleet.sender(chunk_bytes=scaled.chunk_bytes, slots=_STAGING_BATCHES * batch_chunks)
-        prefill = fleet.worker("kvpd.bench._replay_prefill")
-        decode = fleet.worker("kvpd.bench._replay_decode")
-        decode.call("start", DecodePlan(str(receiver.socket), engines.read_s / scaled.speed), bool)
+        prefill = fleet.worker("kvpd.bench.replay_prefill")
+        decode = fleet.worker("kvpd.bench.replay_decode")
+        decode.call("start", DecodePlan(str(receiver.socket), engines.read_s / scaled.speed), type(None))
         begin_at = time.monotonic() + _LEAD_S
         work = PrefillPlan(str(sender.socket), receiver.address, planned, batch_chunks, chunk_s, begin_at)
         with connect_receiver(receiver.socket) as link, _Watch(link, bench.progress, scaled, span_s, begin_at) as watch:

@@ -14,7 +14,7 @@ _CLAIM_S: Final = 30.0  # of what is ready already
 _READ_S: Final = 120.0  # for all that is still being read when the last request has been sent
 
 
-class _Decode:
+class DecodeEngine:
     """One decode engine: a thread that hears what is ready, and one for each request that is being read."""
 
     def __init__(self) -> None:
@@ -25,13 +25,12 @@ class _Decode:
         self._wrong: list[str] = []
         self._changed = threading.Condition()
 
-    def start(self, plan: DecodePlan) -> bool:
+    def start(self, plan: DecodePlan) -> None:
         """Attach, and begin to hear: nothing that becomes ready from now on is missed."""
         self._plan = plan
         self._link = connect_receiver(plan.receiver)
         self._hearing = threading.Thread(target=self._hear)
         self._hearing.start()
-        return True
 
     def _hear(self) -> None:
         for event in self._link.events():
@@ -66,5 +65,5 @@ class _Decode:
 
 
 if __name__ == "__main__":
-    decode = _Decode()
+    decode = DecodeEngine()
     serve({"start": decode.start, "finish": decode.finish})

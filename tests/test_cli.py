@@ -37,7 +37,9 @@ def test_version_names_everything_a_bug_report_needs(run: Run) -> None:
     assert names == ["kvpd", "python", "ucx", "libzmq"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("serve",), ("config",), ("config", "check"), ("config", "show")])
+@pytest.mark.parametrize(
+    "arguments", [(), ("serve",), ("config",), ("config", "check"), ("config", "show"), ("bench",)]
+)
 def test_every_command_explains_itself(run: Run, arguments: tuple[str, ...]) -> None:
     """With an example where there is something to type."""
     result = run(*arguments, "--help")

@@ -20,7 +20,7 @@ from kvpd.client import Chunk, ReceiverLink, connect_receiver
 
 _THREADS_MAX: Final = 4
 _CLAIM_S: Final = 120.0
-_ARENA_BYTES: Final = 64 << 20
+_ARENA_BYTES: Final = 64 << 20  # of each thread; more than caches hold
 
 
 @attrs.frozen(kw_only=True)
@@ -45,11 +45,16 @@ class DecodeEngine:
 
     _link: ReceiverLink
     _payload: Payload
+    _arenas: list[memoryview]
 
     def attach(self, where: AttachDecode) -> None:
         """Connect."""
         self._link = connect_receiver(where.socket)
         self._payload = Payload(self._link.chunk_bytes)
+        # Touched, as memory that an engine has used before.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        length = max(_ARENA_BYTES, self._link.chunk_bytes)
+        self._arenas = [memoryview(mmap.mmap(-1, length, flags=flags)) for _ in range(_THREADS_MAX)]
 
     def close(self) -> None:
         """Leave the daemon."""
@@ -58,7 +63,7 @@ class DecodeEngine:
     def run(self, load: Load) -> Taken:
         """Claim it all."""
         numbers = itertools.count()
-        takers = [_Taker(self._link, self._payload, load, numbers) for _ in range(min(load.depth, _THREADS_MAX))]
+        takers = [_Taker(self._link, self._payload, load, numbers, own) for own in self._arenas[: load.depth]]
         for taker in takers:
             taker.start()
         for taker in takers:
@@ -75,7 +80,9 @@ class DecodeEngine:
 class _Taker(threading.Thread):
     """A thread that claims every request whose number it draws."""
 
-    def __init__(self, link: ReceiverLink, payload: Payload, load: Load, numbers: Iterator[int]) -> None:
+    def __init__(
+        self, link: ReceiverLink, payload: Payload, load: Load, numbers: Iterator[int], own: memoryview
+    ) -> None:
         super().__init__(name="taker", daemon=True)
         self.claimed_at: dict[int, float] = {}
         self.chunks = 0
@@ -84,9 +91,7 @@ class _Taker(threading.Thread):
         self._payload = payload
         self._load = load
         self._numbers = numbers
-        length = max(_ARENA_BYTES, payload.chunk_bytes) if load.mode == "copy" else payload.chunk_bytes
-        # Touched, as memory that an engine has used before.
-        self._own = memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE))
+        self._own = own
 
     def run(self) -> None:
         while (number := next(self._numbers)) < self._load.requests:

@@ -185,7 +185,8 @@ class _Watch:
             while steps < _STEPS and passed >= steps * self._span_s / _STEPS:
                 self._progress.step(f"trace: {steps * 100 // _STEPS} % of it have come")
                 steps += 1
-            self._look(passed)
+            if passed >= 0:
+                self._look(passed)
 
     def _look(self, passed: float) -> None:
         stats = self._link.stats()

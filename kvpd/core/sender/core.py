@@ -9,7 +9,8 @@ from kvpd.core.messages import Ack, AllocResponse, Message, PeerMessage, RevokeN
 from kvpd.core.sender import events as ev
 from kvpd.core.sender.events import SenderAction, SenderEvent
 from kvpd.core.sender.moving import Moving
-from kvpd.core.sender.records import Peer, PeerState
+from kvpd.core.sender.records import Peer, PeerState, PieceState
+from kvpd.core.states import SenderState
 from kvpd.errors import ErrorCode, transfer_error
 
 
@@ -102,6 +103,12 @@ class SenderCore(Moving):
         held += [slot for slots in self._lingering.values() for slot in slots]
         assert len(held) == len(set(held)), "a staging slot has two holders"
         assert len(held) + self.staging.free_count == self.staging.total_slots, "staging slots without a holder"
+        assert sum(map(len, self._by_req_id.values())) == len(self._transfers), "transfers without a name"
+        for peer in self._peers.values():
+            transfers = peer.transfers.values()
+            writing = {t.number for t in transfers for p in t.pieces.values() if p.state is PieceState.WRITING}
+            assert peer.writing.keys() == writing, "heartbeats name others than those with puts in flight"
+            assert peer.waiting <= {t.number for t in transfers if t.state is SenderState.OPENING}
 
     def _engine_spoke(self, event: ev.StageRequested | ev.TransferTouched | ev.CancelRequested, now: float) -> None:
         """About a transfer that is live here; one that has ended was told so already."""

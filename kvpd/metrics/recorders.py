@@ -43,16 +43,20 @@ class Tally:
 
 
 class Level:
-    """A number that rises and falls."""
+    """A number that rises and falls. It is told after every step of a daemon, and mostly has not moved."""
 
     def __init__(self, child: Gauge, refused: Counter) -> None:
         self._child = child
         self._refused = refused
+        self._value = math.nan  # equal to nothing
 
     def set(self, value: float) -> None:
         """Its value now."""
+        if value == self._value:
+            return
         if _usable(value):
             self._child.set(value)
+            self._value = value
         else:
             self._refused.inc()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-import attrs
-
 from kvpd.core.events import Report, ReportName
 from kvpd.core.pool import PoolCounts
 from kvpd.log import Logger, get_logger
@@ -94,13 +92,21 @@ class ReceiverReports:
 
     def levels(self, core: ReceiverLevels) -> None:
         """Where the gauges stand after a step; told only when they moved."""
-        now = (core.counts, core.queue_depth, core.session_count)
+        counts, queue_depth, session_count = now = (core.counts, core.queue_depth, core.session_count)
         if now == self._shown:
             return
         self._shown = now
-        self._metrics.slots(attrs.asdict(core.counts))
-        self._metrics.queue_depth.set(core.queue_depth)
-        self._metrics.sessions.set(core.session_count)
+        self._metrics.slots(
+            {
+                "free": counts.free,
+                "reserved": counts.reserved,
+                "writing": counts.writing,
+                "ready": counts.ready,
+                "quarantined": counts.quarantined,
+            }
+        )
+        self._metrics.queue_depth.set(queue_depth)
+        self._metrics.sessions.set(session_count)
 
 
 class SenderReports:

@@ -57,10 +57,11 @@ class Pair:
         """
         tls = {"ucx_tls": UCX_TLS[transport]}
         self._chunk_bytes = chunk_bytes
-        self.receiver = fleet.receiver(chunk_bytes=chunk_bytes, slots=slots, watched=watched, **tls)
-        self.sender = fleet.sender(chunk_bytes=chunk_bytes, slots=staging_slots, watched=watched, **tls)
+        # The engines first: they come up while the daemons are waited for.
         self._prefill = fleet.worker("kvpd.bench.prefill")
         self._decode = fleet.worker("kvpd.bench.decode")
+        self.receiver = fleet.receiver(chunk_bytes=chunk_bytes, slots=slots, watched=watched, **tls)
+        self.sender = fleet.sender(chunk_bytes=chunk_bytes, slots=staging_slots, watched=watched, **tls)
         where = AttachPrefill(socket=str(self.sender.socket), receiver=self.receiver.address)
         self._prefill.call("attach", where, type(None))
         self._decode.call("attach", AttachDecode(socket=str(self.receiver.socket)), type(None))

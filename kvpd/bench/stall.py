@@ -63,7 +63,7 @@ class StallResult:
         """A row for each loop."""
         rows = [
             (
-                f"{case.transport} {size_text(case.chunk_bytes)} × {_BATCH}, {case.in_flight} in flight",  # noqa: RUF001
+                f"{case.transport} {size_text(case.chunk_bytes)} {case.in_flight}",
                 loop.daemon,
                 case.gb_s.median,
                 loop.turns,
@@ -74,7 +74,7 @@ class StallResult:
             for case in self.cases
             for loop in case.loops
         ]
-        columns = ("load", "loop of", "GB/s", "turns", "p50, ms", "p99, ms", "longest, ms")
+        columns = ("chunk, in flight", "loop of", "GB/s", "turns", "p50, ms", "p99, ms", "longest, ms")
         return [Table(title="Turns of the daemons' loops", columns=columns, rows=rows)]
 
     def plots(self) -> Sequence[Plot]:

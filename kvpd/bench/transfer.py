@@ -60,11 +60,6 @@ class Case:
     in_place: Measured
     copying: Measured
 
-    @property
-    def label(self) -> str:
-        """Its sizes in a few words."""
-        return f"{self.transport} {size_text(self.chunk_bytes)} × {self.batch}, {self.in_flight} in flight"  # noqa: RUF001
-
 
 @attrs.frozen(kw_only=True)
 class TransferResult:
@@ -76,7 +71,7 @@ class TransferResult:
         """Goodputs, and the ratios between what was measured side by side."""
         rows = [
             (
-                case.label,
+                f"{case.transport} {size_text(case.chunk_bytes)} {case.batch} {case.in_flight}",
                 case.memcpy,
                 case.bare,
                 case.in_place,
@@ -86,8 +81,18 @@ class TransferResult:
             )
             for case in self.cases
         ]
-        columns = ("chunk × batch", "memcpy", "bare puts", "in place", "copying", "in place ÷ bare", "copying ÷ memcpy")  # noqa: RUF001
-        return [Table(title="Goodput, GB/s", columns=columns, rows=rows)]
+        columns = (
+            "chunk, batch, in flight",
+            "memcpy",
+            "bare puts",
+            "in place",
+            "copying",
+            "in place ÷ bare",
+            "copying ÷ memcpy",
+        )
+        carriers = {case.transport: case.carried_by for case in self.cases}
+        notes = [f"{transport}: UCX moves bare puts by {' and '.join(names)}" for transport, names in carriers.items()]
+        return [Table(title="Goodput, GB/s", columns=columns, rows=rows, notes=notes)]
 
     def plots(self) -> Sequence[Plot]:
         """Over the chunk size, a plot for each transport, batch and number in flight."""

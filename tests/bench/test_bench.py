@@ -25,6 +25,7 @@ from kvpd.client import connect_sender
 from tests.e2e.daemons import in_background
 
 DEADLINE_S = 110.0
+QUICK_S = 300.0  # it takes half a minute on a machine that does nothing else
 CHUNK_BYTES = 4096
 MODES: tuple[Mode, ...] = ("check", "copy", "in_place")
 
@@ -39,11 +40,12 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.timeout(2 * QUICK_S)
 def test_quick_runs_everything_and_writes_what_it_measured(tmp_path: Path) -> None:
     """One command shows that every benchmark still moves the right bytes. No time is asserted."""
     file, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
     done = subprocess.run(
-        command("--quick", "--json", file, "--plot", plot), capture_output=True, text=True, timeout=DEADLINE_S
+        command("--quick", "--json", file, "--plot", plot), capture_output=True, text=True, timeout=QUICK_S
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_bytes())

@@ -313,3 +313,13 @@ def test_any_number_of_peers_takes_bounded_memory(log_file: BinaryIO) -> None:
             get_logger().warning("peer_rejected", peer=str(number), rate_limited=True)
         assert isinstance(writer, LogWriter)
         assert len(writer.repeats) <= 1025
+
+
+def test_lines_that_follow_each_other_closely_are_written_together() -> None:
+    """A thread woken for every line would take the interpreter from the loop as often; and the end waits for none."""
+    writes: list[bytes] = []
+    with LogWriter(LogConfig(gather_s=1000), "sender", "s", writes.append):
+        for number in range(5):
+            get_logger().info("done", number=number)
+    (together,) = writes
+    assert [json.loads(line)["number"] for line in together.splitlines()] == [0, 1, 2, 3, 4]

@@ -174,6 +174,9 @@ class LogConfig:
     format: str = _setting(Choice(("json", "console")), "json", "json: one object a line; console: for people")
     level: str = _setting(Choice(("debug", "info", "warning", "error")), "info", "the least severe that is written")
     queue_depth_max: int = _setting(Count(1, 1_000_000), 10_000, "lines that may wait to be written; more are dropped")
+    gather_s: float = _setting(
+        Seconds(zero="each line at once"), 0.01, "lines are gathered for so long and written together; 0: each at once"
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -8,6 +8,6 @@ there is room again a `log_lines_dropped` line says how many. An rkey never gets
 from __future__ import annotations
 
 from kvpd.log.logger import Logger, get_logger
-from kvpd.log.writer import LogWriter, lines_dropped, start_logging
+from kvpd.log.writer import LogWriter, lines_dropped, start_logging, writes_debug
 
-__all__ = ["LogWriter", "Logger", "get_logger", "lines_dropped", "start_logging"]
+__all__ = ["LogWriter", "Logger", "get_logger", "lines_dropped", "start_logging", "writes_debug"]

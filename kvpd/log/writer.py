@@ -1,6 +1,7 @@
 """The process's one writer of lines: a bounded queue, and the thread that empties it into stderr.
 
-Whatever stderr does, nobody who logs ever waits for it.
+Whatever stderr does, nobody who logs ever waits for it. A busy process's lines are gathered for a moment and written
+together: a thread woken for each line would take the interpreter from the loop as often.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def current_writer() -> LogWriter | None:
     return _writer
 
 
+def writes_debug() -> bool:
+    """Whether lines for who develops kvpd are written; asked before what they tell is gathered, where that costs."""
+    return _writer is not None and _writer.level <= LEVELS["debug"]
+
+
 def lines_dropped() -> int:
     """How many lines the process's writer has dropped; 0 while there is none."""
     writer = _writer
@@ -52,9 +58,11 @@ class LogWriter:
         self.repeats = Repeats()
         self._write = write
         self._depth_max = config.queue_depth_max
+        self._gather_s = config.gather_s
         self._lines: deque[bytes] = deque()
         self._changed = threading.Condition()
-        self._stopping = False
+        self._is_parked = False  # the thread waits for `_changed`
+        self._stop = threading.Event()
         self._dropped = 0
         self._dropped_told = 0
         # A daemon thread: one that is stuck in a full pipe must not keep the process from ending.
@@ -77,19 +85,20 @@ class LogWriter:
     ) -> None:
         global _writer
         _writer = None
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        self._stop.set()
+        self.wake()
         self._thread.join(FLUSH_TIMEOUT_S)
 
     def put(self, line: bytes) -> None:
         """Queue a line, or drop and count it."""
         with self._changed:
-            if len(self._lines) >= self._depth_max or self._stopping:
+            if len(self._lines) >= self._depth_max or self._stop.is_set():
                 self._dropped += 1
                 return
             self._lines.append(line)
-            self._changed.notify()
+            if self._is_parked:
+                self._is_parked = False
+                self._changed.notify()
 
     def _own_line(self, event: str, fields: Mapping[str, object]) -> bytes:
         """A line about logging itself."""
@@ -119,14 +128,20 @@ class LogWriter:
     def _next_batch(self) -> tuple[list[bytes], bool]:
         """The lines to write next, and whether they are the last."""
         with self._changed:
-            while not self._lines and not self._stopping:
+            was_parked = not self._lines
+            while not self._lines and not self._stop.is_set():
                 deadline = self.repeats.deadline
                 timeout = None if deadline is None else deadline - time.monotonic()
                 if timeout is not None and timeout <= 0:
                     return [], False
+                self._is_parked = True
                 self._changed.wait(timeout)
+                self._is_parked = False
+        if was_parked:
+            self._stop.wait(self._gather_s)  # for what is written right behind; the end cuts it short
+        with self._changed:
             batch = [self._lines.popleft() for _ in range(min(len(self._lines), BATCH_LINES_MAX))]
-            return batch, self._stopping and not self._lines
+            return batch, self._stop.is_set() and not self._lines
 
     def _try_write(self, data: bytes) -> bool:
         try:

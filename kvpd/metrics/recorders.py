@@ -43,20 +43,16 @@ class Tally:
 
 
 class Level:
-    """A number that rises and falls. It is told after every step of a daemon, and mostly has not moved."""
+    """A number that rises and falls."""
 
     def __init__(self, child: Gauge, refused: Counter) -> None:
         self._child = child
         self._refused = refused
-        self._value = math.nan  # equal to nothing
 
     def set(self, value: float) -> None:
         """Its value now."""
-        if value == self._value:
-            return
         if _usable(value):
             self._child.set(value)
-            self._value = value
         else:
             self._refused.inc()
 
@@ -110,6 +106,7 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._own: list[Collector] = []
+        self._refresh: Callable[[], None] = lambda: None
         self._refused = Counter("kvpd_samples_dropped", "Samples that were no usable number.", registry=self.registry)
         self._own.append(self._refused)
         build = Gauge("kvpd_build_info", "What runs here.", ["version", "role", "transport"], registry=self.registry)
@@ -126,8 +123,17 @@ class Metrics:
         """A message counted for nothing; `reason` is a word of the program's, never the peer's."""
         self._messages_dropped.inc(reason)
 
+    def before_reading(self, refresh: Callable[[], None]) -> None:
+        """Have `refresh` set the levels whenever somebody reads, maybe in another thread than the one that records."""
+        self._refresh = refresh
+
+    def refresh(self) -> None:
+        """Have the levels set to what they are now; whoever reads the registry calls it first."""
+        self._refresh()
+
     def snapshot(self) -> dict[str, float]:
         """All values but the histograms' buckets and the process's own, by the name that /metrics gives them."""
+        self.refresh()
         return dict(self._samples())
 
     def _samples(self) -> Iterator[tuple[str, float]]:

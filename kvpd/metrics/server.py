@@ -83,6 +83,7 @@ class MetricsServer:
 def exposition(metrics: Metrics, accept: str) -> tuple[bytes, str]:
     """All values as /metrics gives them to a client that accepts these types, and the type chosen."""
     encode, content_type = choose_encoder(accept)
+    metrics.refresh()
     return encode(_Values(metrics.registry)), content_type
 
 

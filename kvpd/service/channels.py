@@ -6,6 +6,7 @@ until it is answered.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -20,6 +21,7 @@ log = get_logger()
 
 _BACKLOG_MAX: Final = 64  # messages kept while a channel is being made
 _PROXIES_MAX: Final = 256
+_HEARD_AT_ONCE_MAX: Final = 64  # messages in one turn of the loop
 
 
 class Sendable(Protocol):
@@ -96,10 +98,15 @@ class Channel:
 
     async def _hear(self, client: ControlClient) -> None:
         while True:
-            message = await client.receive()
-            # A closed channel's last words belong to a session that is over.
-            if not self._scope.cancel_called:
-                self._on_message(self.address, message)
+            self._heard(await client.receive())
+            with contextlib.suppress(trio.WouldBlock):
+                for _ in range(_HEARD_AT_ONCE_MAX):
+                    self._heard(client.receive_nowait())
+
+    def _heard(self, message: bytes) -> None:
+        # A closed channel's last words belong to a session that is over.
+        if not self._scope.cancel_called:
+            self._on_message(self.address, message)
 
 
 class ProxyChannels:

@@ -52,6 +52,7 @@ class Driver(Generic[E, A]):
         self._is_running = False
         self._is_stopped = False
         self._sleep = trio.CancelScope()
+        self._wakes_at = math.inf  # when the timer does, as `now` tells the time
         self._after_step: Callable[[], None] = lambda: None
 
     @property
@@ -72,23 +73,25 @@ class Driver(Generic[E, A]):
             return
         self._is_running = True
         try:
-            self._notice_standstill()
+            now = self._now()
+            self._notice_standstill(now)
             while self._events:
-                for action in self._core.handle(self._events.popleft(), now=self._now()):
+                for action in self._core.handle(self._events.popleft(), now=now):
                     self._perform(action)
         finally:
             self._is_running = False
         self._after_step()
-        self._arm()
-
-    def _notice_standstill(self) -> None:
-        """A deadline that is long overdue says that the loop stood still: stopped, suspended or starved."""
         at = self._core.next_deadline()
-        if self._stood_still is None or at is None:
+        if at is not None and at < self._wakes_at:
+            self._arm()  # a timer that wakes too early looks again; moving it at every step would cost more
+
+    def _notice_standstill(self, now: float) -> None:
+        """A deadline that is long overdue says that the loop stood still: stopped, suspended or starved."""
+        if self._stood_still is None:
             return
-        lag_s = self._now() - at
-        if lag_s > _STANDSTILL_S:
-            self._events.appendleft(self._stood_still(lag_s))
+        at = self._core.next_deadline()
+        if at is not None and now - at > _STANDSTILL_S:
+            self._events.appendleft(self._stood_still(now - at))
 
     def stop(self) -> None:
         """Decide and do nothing from now on: what an action needs is being taken down."""
@@ -97,6 +100,7 @@ class Driver(Generic[E, A]):
     def _arm(self) -> None:
         """Have the timer wake when the next deadline is due."""
         at = self._core.next_deadline()
+        self._wakes_at = math.inf if at is None else at
         self._sleep.deadline = math.inf if at is None else trio.current_time() + max(0.0, at - self._now())
 
     async def run_timer(self) -> None:

@@ -36,10 +36,6 @@ class Lifetime(abc.ABC, Generic[E]):
     def is_idle(self) -> bool:
         """Whether nothing is left to wait for, before it is closed."""
 
-    @abc.abstractmethod
-    def _show_levels(self) -> None:
-        """Set the gauges, after every step."""
-
     async def __aenter__(self) -> Self:
         self._running = self._run()
         await self._running.__aenter__()
@@ -62,7 +58,6 @@ class Lifetime(abc.ABC, Generic[E]):
         self._driver.feed(event)
 
     def _after_step(self) -> None:
-        self._show_levels()
         if self._is_draining and self.is_idle:
             self._idle.set()
 

@@ -141,7 +141,8 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
         """See `Lifetime`."""
         return self.core.is_idle
 
-    def _show_levels(self) -> None:
+    def _after_step(self) -> None:
+        super()._after_step()
         self._reports.levels(self.core)
 
     def _perform(self, action: ev.ReceiverAction) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+import attrs
+
 from kvpd.core.events import Report, ReportName
 from kvpd.core.pool import PoolCounts
-from kvpd.log import Logger, get_logger
+from kvpd.log import Logger, get_logger, writes_debug
 from kvpd.metrics import ReceiverMetrics, SenderMetrics
 
 # Everything else is information: an operator reads these first.
@@ -25,9 +27,21 @@ _WARNINGS: Final = frozenset(
         ReportName.MESSAGE_REFUSED,
     }
 )
+# A request has any number of batches; what is known of it by default does not grow with them.
+_DEBUG: Final = frozenset(
+    {
+        ReportName.BATCH_ALLOCATED,
+        ReportName.CHUNKS_WRITTEN,
+        ReportName.BATCH_STAGED,
+        ReportName.PIECE_WRITTEN,
+    }
+)
 
 
 def _write(logger: Logger, report: Report) -> None:
+    is_debug = report.name in _DEBUG
+    if is_debug and not writes_debug():
+        return
     fields: dict[str, object] = {}
     if report.transfer is not None:
         fields["transfer"] = str(report.transfer)
@@ -37,6 +51,8 @@ def _write(logger: Logger, report: Report) -> None:
         fields["peer"] = report.peer
     if report.name in _WARNINGS:
         logger.warning(report.name, rate_limited=True, **fields, **report.fields)
+    elif is_debug:
+        logger.debug(report.name, **fields, **report.fields)
     else:
         logger.info(report.name, **fields, **report.fields)
 
@@ -60,7 +76,8 @@ class ReceiverReports:
     def __init__(self, metrics: ReceiverMetrics) -> None:
         self._metrics = metrics
         self._log = get_logger()
-        self._shown: tuple[PoolCounts, int, int] | None = None
+        self._levels: tuple[PoolCounts, int, int] | None = None
+        metrics.before_reading(self._show_levels)
 
     def tell(self, report: Report) -> None:
         """One report, to the log and to the metrics."""
@@ -91,22 +108,15 @@ class ReceiverReports:
                 pass
 
     def levels(self, core: ReceiverLevels) -> None:
-        """Where the gauges stand after a step; told only when they moved."""
-        counts, queue_depth, session_count = now = (core.counts, core.queue_depth, core.session_count)
-        if now == self._shown:
-            return
-        self._shown = now
-        self._metrics.slots(
-            {
-                "free": counts.free,
-                "reserved": counts.reserved,
-                "writing": counts.writing,
-                "ready": counts.ready,
-                "quarantined": counts.quarantined,
-            }
-        )
-        self._metrics.queue_depth.set(queue_depth)
-        self._metrics.sessions.set(session_count)
+        """Where the gauges stand after a step; shown to who asks, who must not see half of the next one."""
+        self._levels = core.counts, core.queue_depth, core.session_count
+
+    def _show_levels(self) -> None:
+        if self._levels is not None:
+            counts, queue_depth, sessions = self._levels
+            self._metrics.slots(attrs.asdict(counts))
+            self._metrics.queue_depth.set(queue_depth)
+            self._metrics.sessions.set(sessions)
 
 
 class SenderReports:

@@ -89,6 +89,7 @@ class Sender(Lifetime[ev.SenderEvent]):
         driver = Driver(self.core, self._perform, now=now, stood_still=ev.ClockJumped)
         super().__init__(driver, health or Health())
         self._reports = SenderReports(self.metrics)
+        self.metrics.before_reading(self._show_levels)
         self._control_given = control
         self._data_plane = data_plane or data_plane_factory(config.transport, config.ucx_library, config.ucx_tls)
         self._requests: dict[int, Request] = {}
@@ -158,7 +159,8 @@ class Sender(Lifetime[ev.SenderEvent]):
 
     def _show_levels(self) -> None:
         self.metrics.sessions.set(self.core.peer_count)
-        in_flight = sum(endpoint.in_flight_bytes for endpoint in self._endpoints.values() if endpoint is not None)
+        endpoints = list(self._endpoints.values())  # at once: another thread than the loop's may ask
+        in_flight = sum(endpoint.in_flight_bytes for endpoint in endpoints if endpoint is not None)
         self.metrics.in_flight_bytes.set(in_flight)
 
     def _perform(self, action: ev.SenderAction) -> None:

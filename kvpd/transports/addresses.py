@@ -8,6 +8,7 @@ so that the two meet.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import socket
@@ -138,6 +139,7 @@ def parse_endpoint(text: str) -> Endpoint:
     return parse_address(text)
 
 
+@functools.lru_cache(maxsize=1024)  # every request names its receiver
 def parse_peer_endpoint(text: str) -> Endpoint:
     """What a control channel can connect to: a peer's TCP address or `inproc://name`.
 

@@ -135,9 +135,17 @@ class TrioSocket:
         self._received += 1
         return frames
 
+    def _has_message(self) -> bool:
+        """Whether there is one, or else the socket is past use, which taking it will tell."""
+        try:
+            return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        except zmq.ContextTerminated:
+            return True
+
     def _hand_over(self) -> None:
         """Give the task that waits its message, if there is one by now."""
-        if self._receiver is None:
+        # Asking is cheaper than the exception for nothing; it looks for new messages, and takes the edge.
+        if self._receiver is None or not self._has_message():
             return
         try:
             frames = self._take()
@@ -172,8 +180,9 @@ class TrioSocket:
                 await trio.lowlevel.wait_readable(self._descriptor)
                 self._check_open()
                 self._wakeups += 1
-                # Takes the edge: without this a descriptor that nobody reads from would spin the loop.
-                self._socket.getsockopt(zmq.EVENTS)
+                if self._receiver is None:
+                    # Takes the edge: without this a descriptor that nobody reads from would spin the loop.
+                    self._socket.getsockopt(zmq.EVENTS)
             except (trio.ClosedResourceError, zmq.ContextTerminated):
                 # libzmq destroys nothing before the socket is closed, so this closes what its owner forgot.
                 self.close()
@@ -196,17 +205,20 @@ class TrioSocket:
         self._socket.close(linger_ms)
 
     async def aclose_listener(self, linger_ms: int = 0) -> None:
-        """Close a socket bound to TCP, and wait until its address is free again: milliseconds, a second at most."""
+        """Close a socket bound to TCP, and wait until its address is free again: milliseconds, a second at most.
+
+        libzmq tells a monitor by a send that blocks for good if the monitor is not there to hear it, whichever of its
+        threads that stops: so it is asked for the one event that is waited for, and a monitor that has not heard it is
+        left open until the context ends.
+        """
         if self._closed:
             return
         url = f"inproc://kvpd-monitor-{next(_monitor_numbers)}"
-        self._socket.monitor(url, zmq.EVENT_CLOSED | zmq.EVENT_MONITOR_STOPPED)
+        self._socket.monitor(url, zmq.EVENT_CLOSED)
         raw = self._socket.context.socket(zmq.PAIR)
         raw.connect(url)
         monitor = TrioSocket(raw)
         self.close(linger_ms)
-        try:
-            with trio.move_on_after(RELEASE_TIMEOUT_S, shield=True):
-                await monitor.receive()
-        finally:
+        with trio.move_on_after(RELEASE_TIMEOUT_S, shield=True):
+            await monitor.receive()
             monitor.close()

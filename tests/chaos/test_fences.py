@@ -24,6 +24,7 @@ from kvpd.transports.ucx import open_ucx_data_plane
 
 pytestmark = pytest.mark.timeout(300)  # seconds; a machine may be busy
 BUFFER: Final = 192 << 20
+PIECE: Final = 1 << 20  # of what tests/chaos/late_writer.py writes
 DEADLINE_S: Final = 60.0
 SHORT: Final[dict[str, Any]] = {"lease_s": 1.0, "put_deadline_s": 0.4}
 TLS = pytest.mark.parametrize("tls", ["", "tcp"], ids=["cma", "tcp"])
@@ -48,8 +49,8 @@ class LateWriter:
 
 
 @asynccontextmanager
-async def late_writer(target: Target, tls: str) -> AsyncIterator[LateWriter]:
-    """A process that writes into the target."""
+async def late_writer(target: Target, tls: str, does: str) -> AsyncIterator[LateWriter]:
+    """A process that writes into the target; `does` as tests/chaos/late_writer.py says."""
     region = {
         "worker": target.worker_address.hex(),
         "base": target.base_address,
@@ -57,7 +58,7 @@ async def late_writer(target: Target, tls: str) -> AsyncIterator[LateWriter]:
         "rkey": target.rkey.hex(),
     }
     program = str(Path(__file__).with_name("late_writer.py"))
-    command = [sys.executable, program, json.dumps(region), tls]
+    command = [sys.executable, program, json.dumps(region), tls, does]
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     try:
         yield LateWriter(process)
@@ -70,7 +71,7 @@ async def late_writer(target: Target, tls: str) -> AsyncIterator[LateWriter]:
 
 
 def pages_written(buffer: mmap.mmap) -> int:
-    """How many pages hold what the writer writes."""
+    """How many pages hold what the writer writes; the last piece behind a fence is of another kind."""
     return sum(buffer[offset] == 2 for offset in range(0, BUFFER, mmap.PAGESIZE))
 
 
@@ -80,7 +81,7 @@ async def test_over_tcp_nothing_lands_after_the_worker_is_destroyed() -> None:
     with trio.fail_after(DEADLINE_S):
         async with open_ucx_data_plane(buffer, tls="tcp") as plane:
             target = await plane.open_target()
-            async with late_writer(target, "tcp") as writer:
+            async with late_writer(target, "tcp", "write") as writer:
                 assert await writer.says() == "begun"
                 target.close()
                 written = pages_written(buffer)
@@ -96,11 +97,30 @@ async def test_over_tcp_everything_lands_while_the_worker_lives() -> None:
     with trio.fail_after(DEADLINE_S):
         async with open_ucx_data_plane(buffer, tls="tcp") as plane:
             target = await plane.open_target()
-            async with late_writer(target, "tcp") as writer:
+            async with late_writer(target, "tcp", "write") as writer:
                 assert await writer.says() == "begun"
                 _, landed, batches = (await writer.says()).split()
                 assert landed == batches
                 assert pages_written(buffer) == BUFFER // mmap.PAGESIZE
+
+
+async def test_over_cma_nothing_lands_after_the_writer_has_seen_its_puts_end() -> None:
+    """Fault 12 on one host: no worker's end stops a CMA write, so `puts_ended` of a sender's next Hello is the fence.
+
+    The worker lives on. A write that comes later, through it, shows that the way was open all the time.
+    """
+    buffer = mmap.mmap(-1, BUFFER)
+    with trio.fail_after(DEADLINE_S):
+        async with open_ucx_data_plane(buffer) as plane:
+            target = await plane.open_target()
+            async with late_writer(target, "", "fence") as writer:
+                assert await writer.says() == "begun"
+                assert await writer.says() == "fenced"
+                written = pages_written(buffer)
+                assert 0 < written < (BUFFER - PIECE) // mmap.PAGESIZE, "it was cut off in the middle"
+                assert await writer.says() == "ended"
+                assert buffer[BUFFER - PIECE :] == b"\x03" * PIECE
+                assert pages_written(buffer) == written
 
 
 @contextlib.contextmanager

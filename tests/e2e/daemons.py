@@ -63,6 +63,8 @@ class Daemon:
         self.socket = folder / f"{name}.sock"
         values = {"name": name, "engine_socket": self.socket, **settings}
         flags = [part for key, value in values.items() for part in ("--set", f"{role}.{key}={value}")]
+        # Tests wait for single batches, and take it that what was answered was logged.
+        flags += ["--log-level", "debug", "--set", "log.gather_s=0"]
         launcher = ["-c", _AFTER.format(statements=before)] if before else []
         command = [*prefix, sys.executable, *launcher, "-m", "kvpd", "serve", role, *flags, *options]
         self.process = subprocess.Popen(

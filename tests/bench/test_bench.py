@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from e2e.daemons import in_background
 
 from kvpd.bench.command import SUBCOMMANDS
 from kvpd.bench.decode import AttachDecode, DecodeEngine
@@ -22,7 +23,6 @@ from kvpd.bench.fleet import Daemon, Fleet
 from kvpd.bench.payload import Load, Mode, Payload, put_stamps
 from kvpd.bench.prefill import AttachPrefill, PrefillEngine
 from kvpd.client import connect_sender
-from tests.e2e.daemons import in_background
 
 DEADLINE_S = 110.0
 QUICK_S = 300.0  # it takes half a minute on a machine that does nothing else

@@ -203,6 +203,8 @@ class _Watch:
     ) -> None:
         self._over.set()
         self._thread.join()
+        if error is None:
+            self._look(time.monotonic() - self._begin_at)
 
 
 @attrs.frozen(kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -25,9 +26,10 @@ _ARENA_BYTES: Final = 64 << 20  # of each thread; more than caches hold
 
 @attrs.frozen(kw_only=True)
 class AttachDecode:
-    """Whom to attach to."""
+    """Whom to attach to, and the FIFO that AttachPrefill names."""
 
     socket: str
+    released: str
 
 
 @attrs.frozen(kw_only=True)
@@ -51,6 +53,7 @@ class DecodeEngine:
         """Connect."""
         self._link = connect_receiver(where.socket)
         self._payload = Payload(self._link.chunk_bytes)
+        self._released = os.open(where.released, os.O_WRONLY)
         # Touched, as memory that an engine has used before.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         length = max(_ARENA_BYTES, self._link.chunk_bytes)
@@ -59,11 +62,14 @@ class DecodeEngine:
     def close(self) -> None:
         """Leave the daemon."""
         self._link.close()
+        os.close(self._released)
 
     def run(self, load: Load) -> Taken:
         """Claim it all."""
         numbers = itertools.count()
-        takers = [_Taker(self._link, self._payload, load, numbers, own) for own in self._arenas[: load.depth]]
+        takers = [
+            _Taker(self._link, self._released, self._payload, load, numbers, own) for own in self._arenas[: load.depth]
+        ]
         for taker in takers:
             taker.start()
         for taker in takers:
@@ -81,13 +87,20 @@ class _Taker(threading.Thread):
     """A thread that claims every request whose number it draws."""
 
     def __init__(
-        self, link: ReceiverLink, payload: Payload, load: Load, numbers: Iterator[int], own: memoryview
+        self,
+        link: ReceiverLink,
+        released: int,
+        payload: Payload,
+        load: Load,
+        numbers: Iterator[int],
+        own: memoryview,
     ) -> None:
         super().__init__(name="taker", daemon=True)
         self.claimed_at: dict[int, float] = {}
         self.chunks = 0
         self.wrong = 0
         self._link = link
+        self._released = released
         self._payload = payload
         self._load = load
         self._numbers = numbers
@@ -99,6 +112,7 @@ class _Taker(threading.Thread):
                 self.claimed_at[number] = time.monotonic()
                 for position, chunk in enumerate(chunks):
                     self._look(number, position, chunk)
+            os.write(self._released, b"\0")
 
     def _look(self, number: int, position: int, chunk: Chunk) -> None:
         stamp = self._load.stamp(number, position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping
 from typing import Final, Literal
 
@@ -17,6 +18,8 @@ from kvpd.bench.prefill import AttachPrefill, Sent
 Transport = Literal["cma", "tcp"]
 TRANSPORTS: Final[tuple[Transport, ...]] = ("cma", "tcp")
 UCX_TLS: Final[Mapping[Transport, str]] = {"cma": "", "tcp": "tcp"}  # on one host UCX takes CMA where it may
+
+_REQUESTS_MAX: Final = 4000  # seconds, where requests are small
 
 _runs = itertools.count(1)
 
@@ -35,6 +38,11 @@ class Flow:
     def gb_s(self) -> float:
         """Goodput, 10⁹ bytes per second."""
         return self.nbytes / self.seconds / 1e9
+
+
+def requests_of(nbytes: int, request_bytes: int, *, least: int) -> int:
+    """How many requests a measurement of about `nbytes` has."""
+    return max(least, min(nbytes // request_bytes, _REQUESTS_MAX))
 
 
 class Pair:
@@ -62,9 +70,12 @@ class Pair:
         self._decode = fleet.worker("kvpd.bench.decode")
         self.receiver = fleet.receiver(chunk_bytes=chunk_bytes, slots=slots, watched=watched, **tls)
         self.sender = fleet.sender(chunk_bytes=chunk_bytes, slots=staging_slots, watched=watched, **tls)
-        where = AttachPrefill(socket=str(self.sender.socket), receiver=self.receiver.address)
-        self._prefill.call("attach", where, type(None))
-        self._decode.call("attach", AttachDecode(socket=str(self.receiver.socket)), type(None))
+        released = f"{self.receiver.socket}.released"
+        os.mkfifo(released)
+        sending = AttachPrefill(socket=str(self.sender.socket), receiver=self.receiver.address, released=released)
+        self._prefill.call("attach", sending, type(None))
+        taking = AttachDecode(socket=str(self.receiver.socket), released=released)
+        self._decode.call("attach", taking, type(None))
 
     def run(self, *, requests: int, chunks: int, depth: int, mode: Mode) -> Flow:
         """Move a load, and see that all of it has arrived.
@@ -81,7 +92,11 @@ class Pair:
         }
         before = {name: process.cpu_seconds for name, process in processes.items()}
         self._decode.begin("run", load)
-        sent = self._prefill.call("run", load, Sent)
+        try:
+            sent = self._prefill.call("run", load, Sent)
+        except BenchmarkFailed:
+            self._decode.check_alive()  # else its end is the reason
+            raise
         taken = self._decode.result(Taken)
         cpu_s = {name: process.cpu_seconds - before[name] for name, process in processes.items()}
         if taken.wrong or taken.chunks != requests * chunks:

@@ -91,5 +91,4 @@ def _draw_one(plot: Plot, axes: Axes) -> None:
         axes.set_xticks([at for at, _ in plot.x_ticks], [text for _, text in plot.x_ticks])
         axes.minorticks_off()
     axes.grid(visible=True, alpha=0.3)
-    if len(plot.series) > 1:
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="small")

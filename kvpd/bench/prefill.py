@@ -1,10 +1,12 @@
 """A worker: a prefill engine that sends requests as fast as a number of open ones allows.
 
-One thread opens and fills; another waits for the ends, in the order of opening.
+One thread opens and fills; another waits for the ends, in the order of opening. A request counts as open until it has
+ended here and the decode engine has given one back, so that neither engine runs away from the other.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -19,10 +21,11 @@ from kvpd.client import SenderLink, Staging, Transfer, connect_sender
 
 @attrs.frozen(kw_only=True)
 class AttachPrefill:
-    """Whom to attach to, and where requests go."""
+    """Whom to attach to, where requests go, and a FIFO that gets a byte for each that the decode engine gave back."""
 
     socket: str
     receiver: str
+    released: str
 
 
 @attrs.frozen(kw_only=True)
@@ -46,10 +49,14 @@ class PrefillEngine:
         self._link = connect_sender(where.socket)
         self._payload = Payload(self._link.chunk_bytes)
         self._receiver = where.receiver
+        # Not blocking until the decode engine has opened it too: only one of the two is attached at a time.
+        self._released = os.open(where.released, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(self._released, True)
 
     def close(self) -> None:
         """Leave the daemon."""
         self._link.close()
+        os.close(self._released)
 
     def run(self, load: Load) -> Sent:
         """Send it all, and wait until the last has ended."""
@@ -57,7 +64,7 @@ class PrefillEngine:
         opened_at: list[float] = []
         room = threading.Semaphore(load.depth)
         ending: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        ender = threading.Thread(target=_end_all, args=(ending, room), daemon=True)
+        ender = threading.Thread(target=self._end_all, args=(ending, room), daemon=True)
         ender.start()
         staged: deque[tuple[int, Transfer, Staging]] = deque()
         while len(opened_at) < load.requests or staged:
@@ -83,11 +90,12 @@ class PrefillEngine:
                     slot[:] = self._payload.chunk(number, chunk)
                 put_stamps(slot.view, load.stamp(number, chunk))
 
-
-def _end_all(ending: queue.SimpleQueue[Transfer | None], room: threading.Semaphore) -> None:
-    while (transfer := ending.get()) is not None:
-        transfer.__exit__(None, None, None)
-        room.release()
+    def _end_all(self, ending: queue.SimpleQueue[Transfer | None], room: threading.Semaphore) -> None:
+        while (transfer := ending.get()) is not None:
+            transfer.__exit__(None, None, None)
+            if not os.read(self._released, 1):
+                raise EOFError("the decode engine has gone")
+            room.release()
 
 
 if __name__ == "__main__":

@@ -102,6 +102,15 @@ class Child:
             raise self.failure(f"ended with status {self.process.wait()} instead of {what}")
         raise self.failure(f"did not come to {what} within {timeout_s:g} s")
 
+    def check_alive(self) -> None:
+        """Whether it runs.
+
+        Raises:
+            BenchmarkFailed: it has ended.
+        """
+        if self.process.poll() is not None:
+            raise self.failure(f"has ended with status {self.process.returncode}")
+
     def failure(self, detail: str) -> BenchmarkFailed:
         """What to raise about it: the detail and the end of what it said. Its end will be no news then."""
         self._is_told = True

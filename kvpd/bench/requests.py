@@ -22,9 +22,10 @@ _SLOTS_PER_OPEN_CHUNK: Final = 2  # those that are read hold nobody up
 
 _HELP = """What a request costs, whatever its size: requests per second, latency and CPU.
 
-Chunks are of 4 KiB, so their bytes cost next to nothing. --depths says how many requests the prefill engine has open
-at once; it opens the next one when the oldest has ended. Latency runs from open to the moment when the decode engine
-holds the chunks. CPU is that of each of the four processes, user and kernel, divided by the requests.
+Chunks are of 4 KiB, so their bytes cost next to nothing. --depths says how many requests are open at once; the prefill
+engine opens the next one when the oldest has ended and the decode engine has given one back. Latency runs from open to
+the moment when the decode engine holds the chunks. CPU is that of each of the four processes, user and kernel, divided
+by the requests.
 
 \b
 Example:
@@ -85,26 +86,23 @@ class RequestsResult:
     def plots(self) -> Sequence[Plot]:
         """Rate and CPU over the depth, a line for each number of chunks."""
         groups = {chunks: list(cases) for chunks, cases in itertools.groupby(self.cases, key=lambda case: case.chunks)}
-        rate = [_series(f"{n} chunks", cases, [case.rate for case in cases]) for n, cases in groups.items()]
-        cpu = [
-            _series(f"{n} chunks", cases, [case.cpu_total_s.times(1e6) for case in cases])
-            for n, cases in groups.items()
-        ]
+        rate = [_series(n, cases, [case.rate for case in cases]) for n, cases in groups.items()]
+        cpu = [_series(n, cases, [case.cpu_total_s.times(1e6) for case in cases]) for n, cases in groups.items()]
+        depths = sorted({case.depth for case in self.cases})
         return [
-            Plot(title="Requests", x_label="requests open at once", y_label="requests/s", series=rate, x_log=True),
-            Plot(
-                title="CPU of all four processes",
-                x_label="requests open at once",
-                y_label="µs per request",
-                series=cpu,
-                x_log=True,
-            ),
+            _plot("Requests", "requests/s", rate, depths),
+            _plot("CPU of all four processes", "µs per request", cpu, depths),
         ]
 
 
-def _series(name: str, cases: Sequence[RequestsCase], values: Sequence[Measured]) -> Series:
+def _plot(title: str, y_label: str, series: Sequence[Series], depths: Sequence[int]) -> Plot:
+    ticks = [(depth, str(depth)) for depth in depths]
+    return Plot(title=title, x_label="requests open at once", y_label=y_label, series=series, x_log=True, x_ticks=ticks)
+
+
+def _series(chunks: int, cases: Sequence[RequestsCase], values: Sequence[Measured]) -> Series:
     return Series(
-        name=name,
+        name=f"{chunks} chunk{'s' * (chunks != 1)}",
         x=[case.depth for case in cases],
         y=[each.median for each in values],
         low=[each.low for each in values],
@@ -136,7 +134,7 @@ def _cases(bench: Bench, chunks: int, depths: tuple[int, ...], requests: int) ->
         def flow(depth: int) -> Flow:
             return pair.run(requests=counts_of[depth], chunks=chunks, depth=depth, mode="in_place")
 
-        pair.run(requests=max(counts_of.values()), chunks=chunks, depth=max(depths), mode="check")
+        pair.run(requests=2 * max(depths), chunks=chunks, depth=max(depths), mode="check")
         flows = alternate(bench.rounds, {str(depth): functools.partial(flow, depth) for depth in depths})
     return [_case_of(chunks, int(depth), measured) for depth, measured in flows.items()]
 
@@ -161,7 +159,7 @@ SUBCOMMAND: Final = Subcommand(
     run=_run,
     options=(
         counts("--chunks", "1,8,64", "Chunks in a request."),
-        counts("--depths", "1,8,32,256", "Requests open at once in the prefill engine."),
+        counts("--depths", "1,8,32,256", "Requests open at once."),
         click.Option(
             ["--requests"],
             type=click.IntRange(1, 1_000_000),

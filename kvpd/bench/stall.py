@@ -11,7 +11,7 @@ import click
 
 from kvpd.bench.arguments import counts, size_text, sizes, words
 from kvpd.bench.loopwatch import Turns
-from kvpd.bench.pair import TRANSPORTS, Pair, Transport
+from kvpd.bench.pair import TRANSPORTS, Pair, Transport, requests_of
 from kvpd.bench.plots import Plot
 from kvpd.bench.rounds import Measured
 from kvpd.bench.suite import Bench, Subcommand
@@ -98,7 +98,7 @@ def _run(
 def _case(bench: Bench, nbytes: int, transport: Transport, chunk_bytes: int, in_flight: int) -> StallCase:
     bench.progress.step(f"stall: {transport}, {size_text(chunk_bytes)}, {in_flight} in flight")
     slots = _BATCH * in_flight
-    requests = max(2 * in_flight, nbytes // (_BATCH * chunk_bytes))
+    requests = requests_of(nbytes, _BATCH * chunk_bytes, least=2 * in_flight)
     with bench.fleet() as fleet:
         pair = Pair(
             fleet, chunk_bytes=chunk_bytes, slots=2 * slots, staging_slots=slots, transport=transport, watched=True
@@ -140,7 +140,7 @@ SUBCOMMAND: Final = Subcommand(
             type=click.IntRange(1),
             default=1 << 30,
             show_default=True,
-            help="Bytes of each measurement.",
+            help="Bytes of each measurement, which has 4,000 requests at most.",
         ),
     ),
     quick={"chunk_bytes": (1 << 20,), "in_flight": (4,), "transports": ("cma",), "nbytes": 16 << 20},

@@ -13,7 +13,7 @@ from kvpd.bench.arguments import counts, size_text, sizes, words
 from kvpd.bench.failure import BenchmarkFailed
 from kvpd.bench.fleet import Fleet
 from kvpd.bench.memcpy import Memcpy
-from kvpd.bench.pair import TRANSPORTS, UCX_TLS, Pair, Transport
+from kvpd.bench.pair import TRANSPORTS, UCX_TLS, Pair, Transport, requests_of
 from kvpd.bench.plots import Plot, Series
 from kvpd.bench.rounds import Measured, alternate
 from kvpd.bench.suite import Bench, Subcommand
@@ -167,7 +167,7 @@ def _case(
     bench: Bench, memcpy: Memcpy, nbytes: int, transport: Transport, batch: int, in_flight: int, chunk_bytes: int
 ) -> Case:
     bench.progress.step(f"transfer: {transport}, {size_text(chunk_bytes)}, batches of {batch}, {in_flight} in flight")
-    requests = max(in_flight, nbytes // (chunk_bytes * batch), 1)
+    requests = requests_of(nbytes, chunk_bytes * batch, least=in_flight)
     slots = batch * in_flight
     with bench.fleet() as fleet:
         # Twice the slots at the receiver: those that the decode engine reads hold nobody up.
@@ -208,7 +208,7 @@ SUBCOMMAND: Final = Subcommand(
             type=click.IntRange(1),
             default=_BYTES,
             show_default=True,
-            help="Bytes of each measurement.",
+            help="Bytes of each measurement, which has 4,000 requests at most.",
         ),
     ),
     quick={"chunk_bytes": (1 << 20,), "in_flight": (2,), "nbytes": _QUICK_BYTES},

@@ -147,12 +147,20 @@ def send(engine: PrefillEngine, load: Load) -> None:
     engine.run(load)
 
 
-def test_the_engines_of_a_benchmark_move_what_they_say_in_every_mode(fleet: Fleet) -> None:
+@pytest.fixture
+def released(tmp_path: Path) -> str:
+    """The FIFO between two engines."""
+    path = tmp_path / "released"
+    os.mkfifo(path)
+    return str(path)
+
+
+def test_the_engines_of_a_benchmark_move_what_they_say_in_every_mode(fleet: Fleet, released: str) -> None:
     """More than fits at once, so that slots are used again."""
     receiver, sender = daemons(fleet)
     with closing(PrefillEngine()) as prefill, closing(DecodeEngine()) as decode:
-        prefill.attach(AttachPrefill(socket=str(sender.socket), receiver=receiver.address))
-        decode.attach(AttachDecode(socket=str(receiver.socket)))
+        prefill.attach(AttachPrefill(socket=str(sender.socket), receiver=receiver.address, released=released))
+        decode.attach(AttachDecode(socket=str(receiver.socket), released=released))
         for run, mode in enumerate(MODES):
             load = Load(run=run, requests=7, chunks=2, depth=2, mode=mode)
             with in_background(functools.partial(send, prefill, load)):
@@ -161,13 +169,18 @@ def test_the_engines_of_a_benchmark_move_what_they_say_in_every_mode(fleet: Flee
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_wrong_bytes_are_noticed(fleet: Fleet, mode: Mode) -> None:
+def test_wrong_bytes_are_noticed(fleet: Fleet, released: str, mode: Mode) -> None:
     """A benchmark that moves the wrong bytes fast is worth nothing."""
     receiver, sender = daemons(fleet)
     load = Load(run=1, requests=1, chunks=2, depth=1, mode=mode)
     payload = Payload(CHUNK_BYTES)
-    with closing(DecodeEngine()) as decode, connect_sender(sender.socket) as link:
-        decode.attach(AttachDecode(socket=str(receiver.socket)))
+    with (
+        closing(PrefillEngine()) as reader,
+        closing(DecodeEngine()) as decode,
+        connect_sender(sender.socket) as link,
+    ):
+        reader.attach(AttachPrefill(socket=str(sender.socket), receiver=receiver.address, released=released))
+        decode.attach(AttachDecode(socket=str(receiver.socket), released=released))
         with (
             link.open(load.req_id(0), receiver=receiver.address, total_chunks=2) as transfer,
             transfer.stage(load.keys(0)) as slots,
@@ -186,4 +199,4 @@ def test_a_worker_that_dies_says_why(fleet: Fleet) -> None:
     """Its caller would wait for ever, and the reason is in another process."""
     worker = fleet.worker("kvpd.bench.prefill")
     with pytest.raises(BenchmarkFailed, match="cannot reach the daemon"):
-        worker.call("attach", AttachPrefill(socket="/no/such.sock", receiver="127.0.0.1:1"), type(None))
+        worker.call("attach", AttachPrefill(socket="/no/such.sock", receiver="127.0.0.1:1", released=""), type(None))

@@ -198,7 +198,9 @@ SUBCOMMAND: Final = Subcommand(
             show_default=True,
             help="How long a receiver is looked at while nothing happens.",
         ),
-        arguments.counts("--live", "1,100,10000,100000", "How many transfers a core has while its events are timed."),
+        arguments.counts(
+            "--live", "100,1000,10000,100000", "How many transfers a core has while its events are timed."
+        ),
         click.Option(
             ["--lives"],
             type=click.IntRange(1, 1_000_000),

@@ -96,11 +96,13 @@ class SenderConfig:
     chunk_bytes: int = _setting(Size(), 0, "bytes of a full chunk, the same as its receivers'; must be set")
     layout: str = _setting(Text(4096), "", _LAYOUT)
     proxy_address: str = _setting(
-        Address(peer=True, word=""), "", "whom to tell of a complete request that names no proxy"
+        Address(peer=True, word=""), "", "whom to tell how a request ended that names no proxy"
     )
     notify_proxy: bool = _setting(Flag(), True, "whether proxies are told at all")
     notify: str = _setting(
-        Choice(("ack", "push")), "ack", "ack: repeated until acknowledged; push: sent once, to a proxy that binds PULL"
+        Choice(("ack", "push")),
+        "ack",
+        "ack: repeated until acknowledged; push: success alone, once, to a proxy that binds PULL",
     )
     put_window_bytes: int = _setting(
         Size(least=4096, zero_word="auto"), 0, "bytes in flight per receiver; auto: 64MiB, over TCP 8MiB"
@@ -119,7 +121,7 @@ class ProxyConfig:
 
     name: str = _setting(Name(), attrs.Factory(lambda: default_name("proxy")), "who it is, in logs")
     address: str = _setting(Address(), "127.0.0.1:8080", "where HTTP requests are taken; port 0: any")
-    notify_address: str = _setting(Address(), "127.0.0.1:7400", "where senders tell of complete requests; port 0: any")
+    notify_address: str = _setting(Address(), "127.0.0.1:7400", "where senders tell how transfers end; port 0: any")
     notify_advertise_address: str = _setting(
         Address(peer=True, word=""), "", "how senders reach notify_address, where that differs"
     )

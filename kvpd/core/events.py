@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import attrs
 
 
-@attrs.frozen(order=True)
+@attrs.frozen(order=True, cache_hash=True)  # it is the key of many a table
 class TransferId:
     """One attempt at a request: what everything is booked under. A req_id is only a label."""
 
@@ -51,6 +51,7 @@ class ReportName(enum.StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_CANCELLED = "transfer_cancelled"
     PROXY_NOTIFIED = "proxy_notified"
+    PROXY_TOLD_OF_FAILURE = "proxy_told_of_failure"
     PROXY_NOTIFICATION_DROPPED = "proxy_notification_dropped"
     # peers
     SESSION_OPENED = "session_opened"

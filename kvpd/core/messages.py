@@ -3,8 +3,8 @@
 Nothing that arrives is trusted. A frame that is too long, has an unknown tag, a wrong type, a number or a
 string beyond its bound or bytes left over is a RemoteProtocolError, never a crash. The four names AllocRequest,
 AllocResponse, CancelNotif and ProxyNotif and their first fields are those of LMCache's PDBackendAsync; everything
-else is kvpd's. Every message but ProxyNotif names both sides' incarnations (Hello knows only its own), and only
-durations cross the wire, never a clock's reading.
+else is kvpd's. Every message between a sender and a receiver names both sides' incarnations (Hello knows only its
+own), and only durations cross the wire, never a clock's reading.
 """
 
 from __future__ import annotations
@@ -196,6 +196,22 @@ class ProxyNotif(Message, frozen=True):
     transfer_no: TransferNo
 
 
+class FailNotif(Message, frozen=True):
+    """Sender to proxy: transfer `transfer_no` of `req_id` has ended, and its KV will not be ready. `error` says why.
+
+    Never together with a ProxyNotif of the same transfer, and acknowledged like one. `receiver` is the address that
+    the transfer was opened to: who is there may not be known.
+    """
+
+    req_id: ReqId
+    message_id: MessageId
+    receiver: Text
+    sender_id: Name
+    sender_incarnation: Incarnation
+    transfer_no: TransferNo
+    error: ErrorInfo
+
+
 class ProxyAck(Message, frozen=True):
     """Proxy to sender: notification `message_id` of this incarnation was received."""
 
@@ -214,8 +230,11 @@ AnyMessage = (
     | Heartbeat
     | Ack
     | ProxyNotif
+    | FailNotif
     | ProxyAck
 )
+# What a proxy is told about a transfer, at most one of them for each.
+Notification = ProxyNotif | FailNotif
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -230,6 +249,8 @@ def encode(message: Message) -> bytes:
 
 def encode_push(notif: ProxyNotif) -> bytes:
     """A notification as LMCache's PDBackend sends it, a tagged map: for proxies that were written for that.
+
+    There is no such form of a FailNotif: those proxies would take it for the word that all is ready.
 
     Its two fields come first; ours follow, and a decoder that does not know them passes them over.
     """

@@ -141,7 +141,7 @@ class SenderReports:
                 metrics.done.inc()
             case ReportName.TRANSFER_FAILED | ReportName.TRANSFER_CANCELLED:
                 metrics.failed(str(fields["code"]))
-            case ReportName.PROXY_NOTIFIED:
+            case ReportName.PROXY_NOTIFIED | ReportName.PROXY_TOLD_OF_FAILURE:
                 metrics.notified("sent")
             case ReportName.PROXY_NOTIFICATION_DROPPED:
                 metrics.notified("dropped")

@@ -21,7 +21,7 @@ import trio
 
 from kvpd.config import SenderConfig, validate
 from kvpd.core.events import Report, RequestCancelled
-from kvpd.core.messages import HostIdentity, ProxyAck, Region, decode, encode, encode_push
+from kvpd.core.messages import HostIdentity, ProxyAck, ProxyNotif, Region, decode, encode, encode_push
 from kvpd.core.sender import SenderCore, SenderSettings
 from kvpd.core.sender import events as ev
 from kvpd.errors import (
@@ -180,8 +180,10 @@ class Sender(Lifetime[ev.SenderEvent]):
             case ev.CancelTransfer(number, put_deadline_s):
                 if number in self._requests:  # otherwise the sender itself is being cancelled, its tasks first
                     self._requests[number].cancel(put_deadline_s)
+            case ev.NotifyProxy(proxy, ProxyNotif() as notif) if not self._is_acknowledged:
+                self._proxies.send(proxy, encode_push(notif))
             case ev.NotifyProxy(proxy, notif):
-                self._proxies.send(proxy, encode(notif) if self._is_acknowledged else encode_push(notif))
+                self._proxies.send(proxy, encode(notif))
             case ev.ConnectPeer(receiver):
                 channel = Channel(receiver, self._heard, self.metrics.message_dropped)
                 self._channels[receiver] = channel

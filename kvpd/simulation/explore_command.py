@@ -15,8 +15,9 @@ from kvpd.simulation.explore_worlds import GROWTH, WORLDS
 _CHECKED = """\
 held in every state: conservation and every other count of the cores (their own audits), whole or nothing, one
 writer a slot, no write into a slot that is free or another's, every claimed chunk holds exactly its own bytes and
-keeps them while it is read, nothing announced before it is complete, first in first out, no staging slot used
-twice, nothing ended twice or opened again; and from every state a clean ending is reached without any fault."""
+keeps them while it is read, nothing announced before it is complete, every end told to the proxy as it is and once,
+first in first out, no staging slot used twice, nothing ended twice or opened again; and from every state a clean
+ending is reached without any fault."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -24,7 +24,17 @@ import attrs
 import msgspec
 
 from kvpd.core.events import TransferId
-from kvpd.core.messages import AllocRequest, CancelNotif, ErrorInfo, Heartbeat, Hello, Message, RevokeNotif, WriteDone
+from kvpd.core.messages import (
+    AllocRequest,
+    CancelNotif,
+    ErrorInfo,
+    FailNotif,
+    Heartbeat,
+    Hello,
+    Message,
+    RevokeNotif,
+    WriteDone,
+)
 from kvpd.core.pool import SlotPool
 from kvpd.core.receiver import ReceiverCore, ReceiverSettings
 from kvpd.core.receiver.events import ClaimRequested, SendMessage
@@ -333,6 +343,8 @@ def name_sender_ids(core: ExploredSender, actions: list[Any]) -> dict[int, int]:
                 name = _id(5, number)
             case Heartbeat():
                 name = _id(6)
+            case FailNotif(transfer_no=number):
+                name = _id(8, number)
             case _:
                 name = _id(7, getattr(message, "transfer_no", 0))
         ids[getattr(message, "message_id", 0)] = core.hellos * 4096 + name

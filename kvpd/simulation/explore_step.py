@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvpd.core.events import Report, ReportName, TimePassed
+from kvpd.core.messages import ProxyNotif
 from kvpd.core.pool import SlotState
 from kvpd.core.receiver import events as rev
 from kvpd.core.sender import events as sev
@@ -135,8 +137,11 @@ class Step:
     def _sender_step(self, sender: int, event: Any, timer: Any, now: float) -> None:
         number, actions = self.world.sender_cores.step(self.senders[sender], event, timer=timer, now=now)
         self.senders[sender] = number
+        is_repeat = isinstance(event, TimePassed)
         for action in actions:
-            self._perform_sender(sender, action, is_repeat=isinstance(event, TimePassed))
+            self._perform_sender(sender, action, is_repeat=is_repeat)
+        if self.world.config.has_proxy:
+            self._check_told(sender, actions, is_repeat=is_repeat)
         mine = self.incarnation(sender)
         live = self.world.sender_cores.entries[self.senders[sender]].core._transfers
         self.complete = [k for k in self.complete if k[0] != sender or (k[1] == mine and k[2] in live)]
@@ -174,7 +179,7 @@ class Step:
                 self.change_task(sender, number, is_cancelled=True)
             case sev.NotifyProxy(_, message):
                 key = (sender, message.sender_incarnation, message.transfer_no)
-                if not is_repeat and key not in self.complete:
+                if isinstance(message, ProxyNotif) and not is_repeat and key not in self.complete:
                     raise Violation(f"the proxy is told of transfer {key}, which is not complete at the receiver")
                 self.notifications.append((sender, self.world.messages.number(message)))
             case sev.ConnectPeer():
@@ -190,6 +195,16 @@ class Step:
             case sev.CloseEndpoint(_, number):
                 self.endpoints = [e for e in self.endpoints if (e.sender, e.number) != (sender, number)]
                 self.cut(sender, number)
+
+    def _check_told(self, sender: int, actions: Sequence[Any], *, is_repeat: bool) -> None:
+        """The proxy hears of every end in the step that brings it, and of how it is: never twice, never otherwise."""
+        ended = {a.transfer_no: a.error is None for a in actions if isinstance(a, sev.FinishTransfer)}
+        notifs = [a.message for a in actions if isinstance(a, sev.NotifyProxy)]
+        told = {notif.transfer_no: isinstance(notif, ProxyNotif) for notif in notifs}
+        wrong = [number for number, well in ended.items() if told.get(number) is not well]
+        wrong += [number for number in told if number not in ended and not is_repeat]
+        if wrong or len(told) != len(notifs):
+            raise Violation(f"the proxy is told otherwise than transfers {wrong} of s{sender} have ended")
 
     def _open_connection(self, sender: int) -> int | None:
         for at, connection in enumerate(self.connections):

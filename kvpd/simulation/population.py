@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable
 from random import Random
 
-from kvpd.core.messages import HostIdentity, ProxyNotif
+from kvpd.core.messages import HostIdentity, Notification, ProxyNotif
 from kvpd.core.receiver import ReceiverSettings
 from kvpd.core.sender import SenderSettings
 from kvpd.simulation.coverage import Coverage
 from kvpd.simulation.engines import DecodeEngine, PrefillEngine
 from kvpd.simulation.network import Network
 from kvpd.simulation.plane import Memory, Plane, Target
-from kvpd.simulation.proxy import SimulatedProxy
+from kvpd.simulation.proxy import Heard, SimulatedProxy
 from kvpd.simulation.receiver import SimulatedReceiver
 from kvpd.simulation.receiver_checks import ReceiverChecks
 from kvpd.simulation.rules import Rule, Violation
@@ -70,7 +70,7 @@ class Population:
         self.prefill: dict[tuple[int, int], PrefillEngine] = {}  # by sender and number
         self.decode: dict[tuple[int, int], DecodeEngine] = {}  # by receiver and number
         self.proxies: list[SimulatedProxy] = []
-        self.heard: dict[str, set[tuple[str, int, int]]] = {}  # by proxy address, over all its starts
+        self.heard: dict[str, Heard] = {}  # by proxy address, over all its starts
         self.on_ready: Callable[[ProxyNotif], None] = lambda notif: None
         self.counter = Counter()
         self._audit_every = audit_every
@@ -126,7 +126,7 @@ class Population:
                 return process
         return None
 
-    def notify(self, sender: SimulatedSender, proxy: str, notif: ProxyNotif) -> None:
+    def notify(self, sender: SimulatedSender, proxy: str, notif: Notification) -> None:
         """A notification leaves for a proxy; nobody may be there."""
         for candidate in self.proxies:
             if candidate.address == proxy:
@@ -228,11 +228,10 @@ class Population:
         """A new start of a proxy."""
         address = f"proxy-{number}"
         process = self.new_process(0, address)
-        heard = self.heard.setdefault(address, set())
+        heard = self.heard.setdefault(address, Heard())
 
-        def on_first(notif: ProxyNotif) -> None:
-            heard.add((notif.sender_id, notif.sender_incarnation, notif.transfer_no))
-            self.on_ready(notif)
+        def on_ready(notif: ProxyNotif) -> None:
+            self.on_ready(notif)  # whoever listens by then
 
-        proxy = SimulatedProxy(process, address, self.random_for(address), on_first, self.scenario.latency_s)
+        proxy = SimulatedProxy(process, address, self.random_for(address), heard, on_ready, self.scenario.latency_s)
         self.proxies[number:] = [proxy, *self.proxies[number + 1 :]]

@@ -10,7 +10,7 @@ from typing import Protocol
 import attrs
 
 from kvpd.core.events import Report, TransferId
-from kvpd.core.messages import AnyMessage, ProxyAck, ProxyNotif, Verify
+from kvpd.core.messages import AnyMessage, Notification, ProxyAck, Verify
 from kvpd.core.sender import SenderCore, SenderSettings
 from kvpd.core.sender import events as ev
 from kvpd.errors import TransferError
@@ -37,7 +37,7 @@ class Outside(Protocol):
 
     def target(self, worker_address: bytes) -> Target | None: ...
 
-    def notify(self, sender: SimulatedSender, proxy: str, notif: ProxyNotif) -> None: ...
+    def notify(self, sender: SimulatedSender, proxy: str, notif: Notification) -> None: ...
 
 
 @attrs.frozen(eq=False)

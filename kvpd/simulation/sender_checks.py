@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from kvpd.core.events import Report, ReportName
-from kvpd.core.messages import AllocResponse, ProxyNotif
+from kvpd.core.messages import AllocResponse, Notification, ProxyNotif
 from kvpd.core.sender import events as ev
 from kvpd.errors import TransferError
 from kvpd.simulation.coverage import Coverage, transition
@@ -31,6 +31,8 @@ class SenderChecks:
         self._ending_max_s = ending_max_s  # from a cancel until its transfer is settled
         self._steps = 0
         self._opened: dict[int, float] = {}  # live, and since when
+        self._proxies: dict[int, str] = {}  # of those, the ones whose end a proxy must hear of
+        self._untold: dict[int, str] = {}  # ended in this step, and its proxy was not told yet
         self._known: set[int] = set()  # not refused at once
         self._admitted: set[int] = set()
         self._allocated: set[tuple[int, int]] = set()  # transfer, position of a batch's first chunk
@@ -46,6 +48,9 @@ class SenderChecks:
         match event:
             case ev.OpenRequested(number):
                 self._opened[number] = self._sender.schedule.now
+                proxy = event.notify or self._sender.settings.proxy_address
+                if proxy is not None:
+                    self._proxies[number] = proxy
             case ev.PieceFilled(number, piece):
                 for use in self._uses(number):
                     use.is_filled |= use.piece == piece
@@ -78,6 +83,8 @@ class SenderChecks:
                     self._notifies(proxy, notif)
                 case _:
                     pass
+        for number, proxy in self._untold.items():
+            raise Violation(Rule.ONE_END, f"{self._sender.identity(number)} has ended, and {proxy} is not told")
         if self._ending:
             self._check_settled()
         self._steps += 1
@@ -153,6 +160,8 @@ class SenderChecks:
             raise Violation(Rule.ONE_END, f"transfer {number} of {sender.process.name} ended twice")
         self._ended[number] = error
         del self._opened[number]
+        if number in self._proxies:
+            self._untold[number] = self._proxies.pop(number)
         if error is not None:
             self._coverage.codes[error.code] += 1
             self._ending[number] = sender.schedule.now
@@ -160,11 +169,18 @@ class SenderChecks:
             detail = f"{sender.identity(number)} is done, and its receiver never had it complete"
             raise Violation(Rule.NOTIFY_AFTER_LANDING, detail)
 
-    def _notifies(self, proxy: str, notif: ProxyNotif) -> None:
+    def _notifies(self, proxy: str, notif: Notification) -> None:
         number = notif.transfer_no
         transfer = self._sender.identity(number)
-        if transfer not in self._truth.completed or self._ended.get(number, notif) is not None:
-            raise Violation(Rule.NOTIFY_AFTER_LANDING, f"{transfer} was announced to {proxy} and is not complete")
+        if number not in self._ended:
+            raise Violation(Rule.NOTIFY_AFTER_LANDING, f"{proxy} is told of {transfer}, which has not ended")
+        error = self._ended[number]
+        if isinstance(notif, ProxyNotif):
+            if transfer not in self._truth.completed or error is not None:
+                raise Violation(Rule.NOTIFY_AFTER_LANDING, f"{transfer} was announced to {proxy} and is not complete")
+        elif error is None or notif.error.code is not error.code:
+            raise Violation(Rule.ONE_END, f"{proxy} is told {notif.error.code} of {transfer}, which ended by {error}")
+        self._untold.pop(number, None)
         if self._notified.setdefault(number, notif.message_id) != notif.message_id:
             raise Violation(Rule.ONE_END, f"{transfer} was announced to {proxy} twice")
         if number not in self._given_up:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import trio
 from trio.testing import MockClock
 
-from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.core.messages import FailNotif, ProxyAck, ProxyNotif, decode, encode
 from kvpd.errors import KvpdError, TransferError
 from kvpd.service.receiver import Chunk
 from kvpd.service.sender import Sender
@@ -321,7 +321,7 @@ class ServiceWorld:
             while True:
                 peer, frame = await server.receive()
                 message = decode(frame)
-                if not isinstance(message, ProxyNotif) or self._proxy_is_silent:
+                if not isinstance(message, ProxyNotif | FailNotif) or self._proxy_is_silent:
                     continue
                 with suppress(trio.BrokenResourceError):  # it has gone, and asks again when it is back
                     server.send_nowait(peer, encode(ProxyAck(message.sender_incarnation, message.message_id)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.core.messages import FailNotif, ProxyAck, ProxyNotif, decode, encode
 from kvpd.errors import RemoteProtocolError
 from kvpd.transports.base import ControlTransport
 
@@ -15,6 +15,8 @@ class Proxy:
     def __init__(self, control: ControlTransport, address: str) -> None:
         self.address = address
         self.told: set[str] = set()
+        self.contradicted: set[str] = set()  # requests of which one transfer was told as ready, and as failed
+        self._was_ready: dict[tuple[str, int, int], bool] = {}  # by transfer, in this round
         self._control = control
         self._scope = trio.CancelScope()
         self._changed = trio.Event()
@@ -35,7 +37,7 @@ class Proxy:
                             message = decode(frame)
                         except RemoteProtocolError:
                             continue
-                        if isinstance(message, ProxyNotif):
+                        if isinstance(message, ProxyNotif | FailNotif):
                             self._hear(message)
                             try:
                                 answer = ProxyAck(message.sender_incarnation, message.message_id)
@@ -44,10 +46,22 @@ class Proxy:
                                 continue  # it asks again
             await trio.sleep(self._down_s)
 
-    def _hear(self, message: ProxyNotif) -> None:
+    def _hear(self, message: ProxyNotif | FailNotif) -> None:
+        is_ready = isinstance(message, ProxyNotif)
+        key = message.sender_id, message.sender_incarnation, message.transfer_no
+        if self._was_ready.setdefault(key, is_ready) is not is_ready:
+            self.contradicted.add(message.req_id)
+        if not is_ready:
+            return  # whether a request is to fail is for its engines to say
         self.told.add(message.req_id)
         self._changed.set()
         self._changed = trio.Event()
+
+    def begin_round(self) -> None:
+        """Forget what was told before."""
+        self.told.clear()
+        self.contradicted.clear()
+        self._was_ready.clear()
 
     def down(self, seconds: float) -> None:
         """Be gone for so long."""

@@ -52,7 +52,7 @@ class Rounds:
         """One round."""
         starts = {daemon.name: daemon.starts for daemon in self._stage.daemons}
         self._stage.sent.clear()
-        self._stage.proxy.told.clear()
+        self._stage.proxy.begin_round()
         async with trio.open_nursery() as nursery:
             for _ in range(self._rng.choice(_FAULTS_IN_ROUND)):
                 kind, at_s = self._deck.draw(), self._rng.random() * LOAD_S
@@ -96,6 +96,8 @@ class Rounds:
         wanted = {req_id for req_id, sender in self._stage.sent.items() if sender in alive}
         for req_id in sorted(await self._stage.proxy.until_told(wanted, _TOLD_BOUND_S)):
             self._tally.problem("untold", f"the proxy was never told of {req_id}")
+        for req_id in sorted(self._stage.proxy.contradicted):
+            self._tally.problem("untold", f"the proxy was told that {req_id} is ready, and that it has failed")
 
     async def _judge_slots(self, receiver: Daemon) -> None:
         """Every slot is free, or waits for the death of a sender on this host; then for that, and no longer."""

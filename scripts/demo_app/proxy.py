@@ -12,7 +12,7 @@ import sys
 import zmq
 
 from demo_app import words
-from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.core.messages import FailNotif, ProxyAck, ProxyNotif, decode, encode
 from kvpd.errors import RemoteProtocolError
 
 
@@ -28,19 +28,21 @@ def serve() -> None:
             if notice is None:
                 continue
             socket.send_multipart([peer, encode(ProxyAck(notice.sender_incarnation, notice.message_id))])
+            if isinstance(notice, FailNotif):
+                continue  # its prefill engine fails too, and says so
             identity = (notice.sender_id, notice.sender_incarnation, notice.transfer_no)
             if identity not in seen:
                 seen.add(identity)
                 words.say(words.Notified(notice.req_id, notice.sender_id, notice.receiver_id))
 
 
-def _read(frames: list[bytes]) -> ProxyNotif | None:
+def _read(frames: list[bytes]) -> ProxyNotif | FailNotif | None:
     try:
         message = decode(frames[0]) if len(frames) == 1 else None
     except RemoteProtocolError as error:
         print(f"dropped: {error}", file=sys.stderr)
         return None
-    return message if isinstance(message, ProxyNotif) else None
+    return message if isinstance(message, ProxyNotif | FailNotif) else None
 
 
 def _leave(_signal: int, _frame: object) -> None:

@@ -121,6 +121,23 @@ def test_a_refusal_before_computing_fails_as_a_load_would() -> None:
     assert params["error"] == {"code": "queue_full", "detail": "too many", "retry_after_s": 1.0}
 
 
+def test_a_refusal_that_is_known_when_the_prompt_is_computed_is_in_the_answer() -> None:
+    """The proxy reads it there and waits for nobody's word. Chunks that were given are still being read: kept."""
+    scheduler = producer()
+    scheduler.on_new_request(outgoing("a", 70))
+    build(scheduler, NewRequest("a", ([7, 8, 9, 3, 4],)), a=40)
+    scheduler.failed({"a": Failure(ErrorCode.ADMISSION_TIMEOUT, "no room for 30 s", 2.0)})
+    rest = build(scheduler, cached=CachedRequests(["a"], set(), [None], [40]), a=30)
+    assert (rest.saves, rest.computing) == ([], [])
+    kept, params = scheduler.finished("a")
+    assert kept
+    assert params is not None
+    assert params["error"] == {"code": "admission_timeout", "detail": "no room for 30 s", "retry_after_s": 2.0}
+    scheduler.failed({"a": Failure(ErrorCode.REVOKED, "said again")})  # nobody is left to be told
+    scheduler.on_new_request(outgoing("a", 70))  # and its transfer's name is free
+    assert len(build(scheduler).opens) == 1
+
+
 @pytest.mark.parametrize("transfer_id", [None, "", 7, ["t"], "x" * 513])
 def test_nonsense_in_the_parameters_is_answered_and_sends_nothing(transfer_id: object) -> None:
     """They come from outside; a scheduler that dies of them takes all requests along."""

@@ -198,6 +198,36 @@ def test_a_refusal_is_seen_although_nothing_was_staged(pair: Pair) -> None:
     assert pair.prefill.results({"a"}) == set()
 
 
+def test_a_refusal_that_meets_chunks_frees_their_blocks_and_says_why(pair: Pair) -> None:
+    """The prompt is computed in several steps, and refused behind the first: nothing is kept for the rest of it."""
+    pair.open("a", chunks=9)
+    pair.save("a", 0, [[0, 1]], is_last=False)
+    failures: list[Failure] = []
+
+    def is_seen() -> bool:
+        failures.extend(pair.prefill.take_failures().values())
+        return bool(failures)
+
+    until(is_seen)
+    assert [failure.code for failure in failures] == [ErrorCode.TOO_LARGE]
+    assert "9 chunks do not fit the buffer's 8" in failures[0].detail
+    until(lambda: pair.prefill.results({"a"}) == {"a"})
+    pair.receiver.wait_quiet()
+    assert pair.receiver.slots() == {"free": 8}
+
+
+def test_a_request_that_is_refused_does_not_hold_up_the_next(pair: Pair) -> None:
+    """Its thread ends, and what the daemon holds for it goes."""
+    for name in ("first", "second"):
+        pair.open(name, chunks=9)
+        pair.save(name, 0, [[0, 1], [2, 3], [4]], is_last=True)
+        until(lambda name=name: pair.prefill.results({name}) == {name})  # type: ignore[misc]
+    pair.open("fits")
+    pair.save("fits", 0, [[0, 1], [2, 3], [4]], is_last=True)
+    until(lambda: pair.board.is_ready("t-fits"))
+    assert pair.load("fits", 0, [0, 1, 2, 3, 4])
+
+
 def test_without_a_daemon_blocks_are_free_and_the_reason_is_known(pair: Pair) -> None:
     """An engine must not keep blocks for a daemon that has died."""
     pair.sender.kill()

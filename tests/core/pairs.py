@@ -14,7 +14,7 @@ import attrs
 from core_parts import CHUNK, OWN_HOST
 
 from kvpd.core.events import Report, TransferId
-from kvpd.core.messages import AnyMessage, HostIdentity, decode, encode
+from kvpd.core.messages import AnyMessage, FailNotif, HostIdentity, decode, encode
 from kvpd.core.pool import SlotState
 from kvpd.core.receiver import ReceiverCore, ReceiverSettings
 from kvpd.core.receiver import events as rev
@@ -50,6 +50,8 @@ class Job:
     granted: list[tuple[int, list[tuple[bytes, sev.StagedSlot]]]] = attrs.field(factory=list)
     stage_keys: dict[int, tuple[bytes, ...]] = attrs.field(factory=dict)
     ended: bool = False
+    failed: bool = False
+    told: bool = False  # its proxy, of its end
     let_go: bool = False
     cancelling: bool = False
     tainted: bool = False  # a put failed or was cut off
@@ -208,13 +210,20 @@ class Pair:
                     node.puts += [Put(number, piece, endpoint, node.workers[endpoint], slot) for slot in puts]
                 case sev.CancelTransfer(number):
                     node.jobs[number].cancelling = True
-                case sev.FinishTransfer(number):
+                case sev.FinishTransfer(number, error):
                     node.jobs[number].ended = True
+                    node.jobs[number].failed = error is not None
                 case sev.NotifyProxy(_, message):
-                    assert TransferId(node.name, node.incarnation, message.transfer_no) in self.ever_complete
+                    job = node.jobs[message.transfer_no]
+                    assert job.ended, "a proxy is told of a transfer that has not ended"
+                    assert job.failed == isinstance(message, FailNotif), "a proxy is told of another end"
+                    identity = TransferId(node.name, node.incarnation, message.transfer_no)
+                    assert job.failed or identity in self.ever_complete
+                    job.told = True
                     self.proxy_heard.append((node, message.message_id))
                 case sev.DeferStage() | Report():
                     pass
+        assert all(job.told for job in node.jobs.values() if job.ended), "a proxy is not told of an end"
 
     def cut(self, node: Node, put: Put) -> None:
         if not put.landed and put.cut_off is None:

@@ -18,7 +18,9 @@ from kvpd.core.messages import (
     AllocRequest,
     AllocResponse,
     ErrorInfo,
+    FailNotif,
     PeerMessage,
+    ProxyNotif,
     RevokeNotif,
     Verify,
     Welcome,
@@ -92,16 +94,22 @@ class SenderWorld:
         """The engine writes into none of the transfer's slots any more."""
         return self.feed(sev.EngineLetGo(transfer_no))
 
+    def acknowledge(self, proxy: str, notif: FailNotif | ProxyNotif) -> list[sev.SenderAction]:
+        """A proxy has received a notification."""
+        return self.feed(sev.ProxyAcknowledged(proxy, notif.sender_incarnation, notif.message_id))
+
     def receiver(self, address: str = "decode-0", **welcome: object) -> ReceiverPeer:
         """The receiver at this address, before it has said anything."""
         return ReceiverPeer(self, address, **welcome)  # type: ignore[arg-type]
 
     def connect(self, address: str = "decode-0", **welcome: object) -> ReceiverPeer:
-        """A receiver whose session is up, opened by a transfer that has been cancelled since."""
+        """A receiver whose session is up, opened by a transfer that was cancelled since, as its proxy knows."""
         peer = self.receiver(address, **welcome)
         peer.serial = self.core._highest_no + 1
         self.open(peer.serial, 1, receiver=address)
-        self.feed(sev.CancelRequested(peer.serial))
+        for notif in failures_in(self.feed(sev.CancelRequested(peer.serial))):
+            assert self.settings.proxy_address is not None
+            self.acknowledge(self.settings.proxy_address, notif)
         self.drained(peer.serial)
         self.let_go(peer.serial)
         peer.come_up()
@@ -240,3 +248,15 @@ def grants(actions: Iterable[sev.SenderAction]) -> list[sev.GrantPiece]:
 def finished(actions: Iterable[sev.SenderAction]) -> dict[int, ErrorCode | None]:
     """Which transfers have ended, and why."""
     return {a.transfer_no: code_of(a.error) for a in actions if isinstance(a, sev.FinishTransfer)}
+
+
+def readies_in(actions: Iterable[sev.SenderAction]) -> list[ProxyNotif]:
+    """What proxies are told to be ready, by these actions."""
+    messages = [action.message for action in actions if isinstance(action, sev.NotifyProxy)]
+    return [message for message in messages if isinstance(message, ProxyNotif)]
+
+
+def failures_in(actions: Iterable[sev.SenderAction]) -> list[FailNotif]:
+    """What proxies are told to have failed, by these actions."""
+    messages = [action.message for action in actions if isinstance(action, sev.NotifyProxy)]
+    return [message for message in messages if isinstance(message, FailNotif)]

@@ -14,6 +14,7 @@ from kvpd.core.messages import (
     AnyMessage,
     CancelNotif,
     ErrorInfo,
+    FailNotif,
     Heartbeat,
     Hello,
     HostIdentity,
@@ -38,7 +39,8 @@ receiver_incarnations = st.one_of(
     st.just(RECEIVER_INCARNATION), st.just(RECEIVER_INCARNATION), st.integers(6999, 7001), st.just(0)
 )
 codes = st.sampled_from(ErrorCode)
-errors = st.one_of(st.none(), st.builds(ErrorInfo, codes, st.just("why"), st.one_of(st.none(), st.just(1.0))))
+reasons = st.builds(ErrorInfo, codes, st.just("why"), st.one_of(st.none(), st.just(1.0)))
+errors = st.one_of(st.none(), reasons)
 hosts = st.sampled_from([HostIdentity(), HostIdentity("boot-1", "pidns-1", 77, 1), HostIdentity("b", "p", 1, 1)])
 texts = st.sampled_from(["", "", "", "other", "\U000e0001" * 4096])
 header = (sender_incarnations, receiver_incarnations, numbers)
@@ -103,6 +105,7 @@ heartbeats = st.builds(
 )
 acks = st.builds(Ack, *header, errors)
 proxy_notifs = st.builds(ProxyNotif, req_ids, numbers, names, names, sender_incarnations, numbers)
+fail_notifs = st.builds(FailNotif, req_ids, numbers, names, names, sender_incarnations, numbers, reasons)
 proxy_acks = st.builds(ProxyAck, sender_incarnations, numbers)
 
 messages: st.SearchStrategy[AnyMessage] = st.one_of(
@@ -116,6 +119,7 @@ messages: st.SearchStrategy[AnyMessage] = st.one_of(
     acks,
     welcomes,
     proxy_notifs,
+    fail_notifs,
     proxy_acks,
 )
 

@@ -89,6 +89,27 @@ def test_an_unknown_tag_is_a_typed_error() -> None:
         decode(msgspec.msgpack.encode(["Surprise", 1, 2, 3]))
 
 
+@given(st.lists(st.binary(max_size=KEY_BYTES_MAX), min_size=1, max_size=8).map(tuple))
+def test_p51_a_key_arrives_as_the_bytes_that_it_is(keys: tuple[bytes, ...]) -> None:
+    """Written in one base and read in another, keys would never meet: nothing here reads them at all."""
+    request = AllocRequest(
+        1,
+        2,
+        3,
+        transfer_no=4,
+        req_id="r",
+        open=True,
+        keys=keys,
+        is_last_batch=True,
+        total_chunks=len(keys),
+        first_chunk=0,
+        last_chunk_bytes=1,
+    )
+    told = decode(encode(request))
+    assert isinstance(told, AllocRequest)
+    assert told.keys == keys
+
+
 def test_the_largest_batch_fits_a_frame() -> None:
     """The bound on keys leaves room for the longest of everything else."""
     size = BATCH_KEYS_BYTES_MAX // BATCH_CHUNKS_MAX - 2

@@ -23,7 +23,8 @@ from demo_app.tiny import TinyLlama
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.core.messages import ErrorInfo, FailNotif, ProxyAck, ProxyNotif, decode, encode
+from kvpd.errors import ErrorCode
 
 SHAPE = KvShape(layers=3, kv_heads=2, head_dim=4)
 DEADLINE_S = 30.0
@@ -260,15 +261,23 @@ def exchange(address: str, frames: Sequence[bytes], answers: int) -> list[bytes]
 def test_the_proxy_acknowledges_every_repeat_and_tells_of_a_request_once() -> None:
     """A sender repeats until it is heard; a decode engine must start once. Rubbish ends nothing."""
     notices = [ProxyNotif(req_id, number, "receiver", "sender", 5, number) for number, req_id in enumerate("ab")]
+    failed = FailNotif("c", 7, "receiver", "sender", 5, 7, ErrorInfo(ErrorCode.CANCELLED))
     with Family(None) as family:
         family.start_program("proxy", "proxy")
         listening = heard_until(family, Said)
         assert isinstance(listening, Said)
         assert isinstance(listening.event, words.Listening)
-        frames = [b"rubbish", encode(ProxyAck(5, 1)), encode(notices[0]), encode(notices[0]), encode(notices[1])]
-        answers = exchange(listening.event.address, frames, answers=3)
+        frames = [
+            b"rubbish",
+            encode(ProxyAck(5, 1)),
+            encode(notices[0]),
+            encode(failed),
+            encode(notices[0]),
+            encode(notices[1]),
+        ]
+        answers = exchange(listening.event.address, frames, answers=4)
         told = [heard_until(family, Said), heard_until(family, Said)]
-    assert [decode(answer) for answer in answers] == [ProxyAck(5, 0), ProxyAck(5, 0), ProxyAck(5, 1)]
+    assert [decode(answer) for answer in answers] == [ProxyAck(5, number) for number in (0, 7, 0, 1)]
     assert told == [Said("proxy", words.Notified(req_id, "sender", "receiver")) for req_id in "ab"]
 
 

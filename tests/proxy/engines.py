@@ -14,7 +14,8 @@ import h11
 import orjson
 import trio
 
-from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.core.messages import ErrorInfo, FailNotif, ProxyAck, ProxyNotif, decode, encode
+from kvpd.errors import ErrorCode
 from kvpd.transports.zmq import open_zmq_control
 
 DEADLINE_S: Final = 10.0
@@ -237,6 +238,22 @@ class Sender:
         self._numbers += 1
         number = self._numbers if transfer_no is None else transfer_no
         notif = ProxyNotif(req_id, self._numbers, "receiver-0", self.name, self.incarnation, number)
+        self._client.send_nowait(encode(notif))
+        return notif
+
+    def fail(
+        self,
+        req_id: str,
+        code: ErrorCode,
+        detail: str = "",
+        retry_after_s: float | None = None,
+        transfer_no: int | None = None,
+    ) -> FailNotif:
+        """Say that a transfer has ended without success, without waiting for the answer."""
+        self._numbers += 1
+        number = self._numbers if transfer_no is None else transfer_no
+        error = ErrorInfo(code, detail, retry_after_s)
+        notif = FailNotif(req_id, self._numbers, "10.9.9.9:7300", self.name, self.incarnation, number, error)
         self._client.send_nowait(encode(notif))
         return notif
 

@@ -67,4 +67,4 @@ def test_every_test_that_bears_a_number_is_in_its_row() -> None:
     """Whoever reads the row must find all of what holds it."""
     for name in all_tests():
         for number in re.findall(r"_p(\d\d)(?=_)", name):
-            assert f"P{number}" in rows(), name
+            assert f"`{name}`" in rows()[f"P{number}"], name

@@ -19,7 +19,7 @@ from e2e.daemons import Daemon, Fleet
 
 from kvpd.client import ReceiverLink, SenderLink
 from kvpd.config import ProxyConfig
-from kvpd.errors import TransferError
+from kvpd.errors import AdmissionRefused, TransferError
 from kvpd.integrations.proxy.server import Proxy, open_proxy
 from kvpd.metrics import Health, ProxyMetrics
 
@@ -53,7 +53,7 @@ class PrefillEngine:
         """Answer at once, and send on: the proxy waits for the sender's word."""
         told = call.transfer
         try:
-            send = partial(self._send, call.json["prompt"], told)
+            send = partial(self.send, call.json["prompt"], told)
             await trio.to_thread.run_sync(send, abandon_on_cancel=True, limiter=self._threads)
         except TransferError as exc:
             error = {"code": exc.code, "detail": exc.detail, "retry_after_s": exc.retry_after_s}
@@ -64,7 +64,8 @@ class PrefillEngine:
         else:
             await call.whole(answer("x", kv_transfer_params={"chunks": len(call.json["prompt"])}))
 
-    def _send(self, prompt: str, told: dict[str, Any]) -> None:
+    def send(self, prompt: str, told: dict[str, Any]) -> None:
+        """All chunks of a prompt, in a thread."""
         chunks = chunks_of(prompt)
         keys = [hashlib.sha256(chunk).digest() for chunk in chunks]
         where: dict[str, Any] = {"receiver": told["receiver"], "notify": told["notify"]}
@@ -225,6 +226,26 @@ async def test_p46_a_prompt_that_is_too_large_for_the_receiver_is_told_so_at_onc
     """With both numbers, from the receiver's own mouth, and without a second try."""
     async with whole_stack(daemons) as (proxy, prefill, decode):
         reply = await ask(proxy.address, "POST", COMPLETIONS, {"prompt": "x" * (SLOTS + 1)})
+        assert (len(prefill.calls), len(decode.calls)) == (1, 0)
+    assert (reply.status, reply.error["code"]) == (413, "too_large")
+    assert str(SLOTS + 1) in reply.error["message"]
+    daemons.check_quiet()
+
+
+async def test_an_engine_that_says_nothing_of_a_refusal_costs_no_wait(daemons: Daemons) -> None:
+    """It has answered before it knew: the sender's daemon tells the proxy, which would wait for a minute else."""
+    engine = PrefillEngine(daemons.prefill)
+    async with whole_stack(daemons) as (proxy, prefill, decode):
+
+        async def answers_first(call: Call) -> None:
+            await call.whole(answer("x"))
+            send = partial(engine.send, "x" * (SLOTS + 1), call.transfer)
+            with pytest.raises(AdmissionRefused):
+                await trio.to_thread.run_sync(send)
+
+        prefill.behave = answers_first
+        with trio.fail_after(DEADLINE_S):
+            reply = await ask(proxy.address, "POST", COMPLETIONS, {"prompt": "x"})
         assert (len(prefill.calls), len(decode.calls)) == (1, 0)
     assert (reply.status, reply.error["code"]) == (413, "too_large")
     assert str(SLOTS + 1) in reply.error["message"]

@@ -245,7 +245,9 @@ async def test_p46_a_transfer_s_end_is_told_as_what_it_is(code: str, status: int
         reply = await s.ask({"prompt": "a"})
         assert sum(len(engine.calls) for engine in s.prefills) == tries
         assert max(len(engine.calls) for engine in s.prefills) == 1
-        assert s.decode.calls == []
+        # What the sender has lost may be whole at its receiver: then it is asked for, to be given back.
+        assert all(call.json["max_tokens"] == 1 for call in s.decode.calls)
+        assert not s.decode.calls or code in {"peer_lost", "a_code_of_tomorrow"}
     assert reply.status == status
     assert "both sides' words" in reply.error["message"]
     assert reply.headers.get("retry-after") == (None if status in (413, 502, 504) else "8")

@@ -9,9 +9,10 @@ import trio
 import zmq
 
 from kvpd.core.messages import Ack, encode
+from kvpd.errors import ErrorCode
 from kvpd.transports.addresses import parse_address
 
-from .engines import Sender, answer
+from .engines import Call, Sender, answer
 from .stacks import Stack, stack
 
 
@@ -45,6 +46,39 @@ async def test_a_repeated_notification_is_acknowledged_again_and_counts_once() -
         assert s.metric('kvpd_notifications_received_total{outcome="matched"}') == 1
         assert s.metric('kvpd_notifications_received_total{outcome="repeated"}') == 2
         assert [call.json.get("max_tokens") for call in s.decode.calls] == [None]
+
+
+async def test_a_repeated_failure_is_acknowledged_again_and_counts_once() -> None:
+    """It is repeated like any other notification, and must not cost the second try that it led to."""
+    async with stack(prefills=2, policy="round_robin") as s:
+        failing = s.prefills[0]
+        failing.behave = lambda call: call.whole(answer("x"))
+        async with trio.open_nursery() as clients:
+            clients.start_soon(s.ask, {"prompt": "a"})
+            call = await failing.wait_calls(1)
+            told = [s.sender.fail(call.transfer["transfer_id"], ErrorCode.REVOKED, transfer_no=5) for _ in range(3)]
+            acks = [await s.sender.wait_ack() for _ in range(3)]
+        assert [ack.message_id for ack in acks] == [notif.message_id for notif in told]
+        assert s.metric('kvpd_notifications_received_total{outcome="repeated"}') == 2
+        assert s.metric("kvpd_retries_total") == 1
+        assert [len(engine.calls) for engine in s.prefills] == [1, 1]
+
+
+async def test_the_first_word_about_a_transfer_counts() -> None:
+    """Two that contradict each other come from no sender of ours: the request has gone on by the first."""
+    async with stack() as s:
+
+        async def behave(call: Call) -> None:
+            s.sender.send(call.transfer["transfer_id"], transfer_no=5)
+            s.sender.fail(call.transfer["transfer_id"], ErrorCode.REVOKED, transfer_no=5)  # the same transfer
+            s.sender.fail(call.transfer["transfer_id"], ErrorCode.REVOKED, transfer_no=6)  # the same label
+            await s.wait_metric('kvpd_notifications_received_total{outcome="matched"}', 2)
+            await call.whole(answer("x"))
+
+        s.prefill.behave = behave
+        assert (await s.ask({"prompt": "a"})).status == 200
+        assert s.metric('kvpd_notifications_received_total{outcome="repeated"}') == 1
+        assert s.metric("kvpd_retries_total") == 0
 
 
 async def test_the_same_number_of_another_sender_or_another_life_is_another_transfer() -> None:

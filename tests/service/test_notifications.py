@@ -8,6 +8,7 @@ import trio
 import zmq
 
 from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.errors import AdmissionRefused, ErrorCode, TransferCancelled
 from kvpd.transports.zmq import ZmqControl
 
 from .worlds import Proxy, Request, World, in_virtual_time, send, stage, take, transfer
@@ -108,8 +109,8 @@ async def test_a_request_may_name_its_own_proxy(world: World) -> None:
 
 
 @in_virtual_time
-async def test_nobody_is_told_of_a_request_that_failed(world: World) -> None:
-    """A proxy that believed it would decode from nothing."""
+async def test_a_request_that_failed_is_told_as_failed_and_never_as_ready(world: World) -> None:
+    """A proxy that believed it were ready would decode from nothing; one that heard nothing would wait."""
     async with (
         world.control.serve(world.address_of("proxy")) as server,
         world.receiver() as receiver,
@@ -129,7 +130,51 @@ async def test_nobody_is_told_of_a_request_that_failed(world: World) -> None:
         await world.until_clean(sender, receiver)
         await trio.sleep(60)
         assert proxy.notifications == []
+        assert [(told.req_id, told.error.code) for told in proxy.failures] == [("gone", ErrorCode.CANCELLED)]
         nursery.cancel_scope.cancel()
+
+
+@in_virtual_time
+async def test_a_refusal_is_told_while_its_engine_still_computes(world: World) -> None:
+    """The engine learns of it at its next call, which may be a long prompt away; the client need not wait for that."""
+    async with (
+        world.control.serve(world.address_of("proxy")) as server,
+        world.receiver(slots=4) as receiver,
+        world.sender() as sender,
+        trio.open_nursery() as nursery,
+    ):
+        proxy = Proxy(server)
+        nursery.start_soon(proxy.run)
+        with pytest.raises(AdmissionRefused):
+            async with sender.open("vast", receiver=receiver.address, total_chunks=5, notify=proxy.address):
+                await proxy.heard.wait()  # would wait for ever if leaving, which ends the transfer, came first
+        (told,) = proxy.failures
+        assert (told.req_id, told.receiver, told.sender_id) == ("vast", receiver.address, "prefill")
+        assert told.error.code is ErrorCode.TOO_LARGE
+        assert "5 chunks" in told.error.detail
+        await world.until_clean(sender, receiver)
+        nursery.cancel_scope.cancel()
+
+
+@in_virtual_time
+async def test_a_failure_is_repeated_until_a_proxy_that_was_away_has_heard_it(world: World) -> None:
+    """It was down just then: its client waits all the same."""
+    async with world.control.serve(world.address_of("proxy")) as server:
+        proxy = Proxy(server, deaf=2)
+        async with (
+            world.receiver() as receiver,
+            world.sender(proxy_address=proxy.address) as sender,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(proxy.run)
+            with pytest.raises(TransferCancelled):
+                async with sender.open("gone", receiver=receiver.address, total_chunks=4):
+                    sender.cancel("gone")
+            await world.until_clean(sender, receiver)
+            assert len(proxy.failures) == 3
+            assert len(set(proxy.failures)) == 1, "a repeat is the same message"
+            assert sender.metrics.snapshot()['kvpd_notifications_total{outcome="sent"}'] == 1
+            nursery.cancel_scope.cancel()
 
 
 @in_virtual_time
@@ -173,5 +218,9 @@ async def test_a_proxy_that_binds_pull_is_told_once_without_an_answer() -> None:
             await world.until_clean(sender, receiver)
             told = msgspec.msgpack.decode(pull.recv(zmq.DONTWAIT))
             assert (told["type"], told["req_id"]) == ("ProxyNotif", "one")
-            with pytest.raises(zmq.Again):
+            with pytest.raises(TransferCancelled):
+                async with sender.open("gone", receiver=receiver.address, total_chunks=1):
+                    sender.cancel("gone")
+            await world.until_clean(sender, receiver)
+            with pytest.raises(zmq.Again):  # what failed is not pushed: it would be taken for ready
                 pull.recv(zmq.DONTWAIT)

@@ -21,7 +21,7 @@ from trio.testing import MockClock
 
 from kvpd.config import ReceiverConfig, SenderConfig
 from kvpd.core.events import TransferId
-from kvpd.core.messages import HostIdentity, Message, ProxyAck, ProxyNotif, decode, encode
+from kvpd.core.messages import FailNotif, HostIdentity, Message, ProxyAck, ProxyNotif, decode, encode
 from kvpd.core.receiver import events as rev
 from kvpd.errors import ErrorCode, TransferError
 from kvpd.service.receiver import Receiver
@@ -282,6 +282,7 @@ class Proxy:
 
     def __init__(self, server: ControlServer, *, deaf: int = 0) -> None:
         self.notifications: list[ProxyNotif] = []
+        self.failures: list[FailNotif] = []
         self.heard = trio.Event()
         self._server = server
         self._deaf = deaf
@@ -294,10 +295,13 @@ class Proxy:
         while True:
             peer, frame = await self._server.receive()
             message = decode(frame)
-            assert isinstance(message, ProxyNotif)
-            self.notifications.append(message)
-            on_notification(message)
-            if len(self.notifications) > self._deaf:
+            assert isinstance(message, ProxyNotif | FailNotif)
+            if isinstance(message, ProxyNotif):
+                self.notifications.append(message)
+                on_notification(message)
+            else:
+                self.failures.append(message)
+            if len(self.notifications) + len(self.failures) > self._deaf:
                 self._server.send_nowait(peer, encode(ProxyAck(message.sender_incarnation, message.message_id)))
             self.heard.set()
 

@@ -19,6 +19,7 @@ from kvpd.core.sender import SenderCore
 from kvpd.core.sender import events as sev
 from kvpd.core.sender.notifier import Notifier
 from kvpd.core.sender.records import Transfer as SenderTransfer
+from kvpd.errors import ErrorCode, transfer_error
 from kvpd.simulation.rules import Rule
 
 from .planting import Bed, Patch, admit_by
@@ -229,6 +230,25 @@ def _bypass_without_end(patch: Patch) -> None:
 def _told_once(patch: Patch) -> None:
     """A notification is sent once, and whether it was heard is nobody's business."""
     patch.setattr(Notifier, "add", lambda self, address, message, *, now: True)
+
+
+@OTHERS.plant("check-failures-are-told", "anything", Rule.ONE_END)
+def _silent_about_failures(patch: Patch) -> None:
+    """A proxy hears of what went well alone."""
+    patch.setattr(SenderCore, "_notify_failures", lambda self, now: self._failures.clear())
+
+
+@OTHERS.plant("check-told-as-it-ended", "anything", Rule.ONE_END)
+def _told_as_failed_too(patch: Patch) -> None:
+    """What is ready is said to have failed, besides."""
+    notify = SenderCore._notify
+
+    def wrong(self: SenderCore, transfer: SenderTransfer, now: float) -> None:
+        notify(self, transfer, now)
+        error = transfer_error(ErrorCode.PEER_LOST)
+        self._failed(transfer.notify, transfer.req_id, transfer.peer.receiver, transfer.number, error)
+
+    patch.setattr(SenderCore, "_notify", wrong)
 
 
 def _due_without_giving_up(self: Notifier, now: float) -> tuple[list[Any], list[Any]]:

@@ -29,6 +29,7 @@ from kvpd.core.sender.peers import Peers as SenderPeers
 from kvpd.core.sender.records import PieceState
 from kvpd.core.sender.staging import Staging
 from kvpd.core.states import ReceiverState
+from kvpd.errors import ErrorCode, transfer_error
 from kvpd.simulation.explore import Counterexample, search
 from kvpd.simulation.explore_state import WorldConfig
 from kvpd.simulation.explore_worlds import request
@@ -41,6 +42,7 @@ PAIRS = WorldConfig("pairs", (request(0, 0, 2), request(1, 0, 2)), slots=3)
 ONE_SENDER = WorldConfig("one sender", (request(0, 0, 1), request(0, 1, 1)), slots=2, staging_slots=1)
 STALLED = WorldConfig("stalled", (request(0, 0, 1),), slots=1, stalled=frozenset({0}))
 QUEUE = WorldConfig("queue", (request(0, 0, 1), request(0, 1, 2), request(1, 0, 1)), slots=2)
+TOLD = WorldConfig("told", (request(0, 0, 1),), slots=1, has_proxy=True)
 ONE_STAGED = WorldConfig("one staged", (request(0, 0, 2),), slots=2, staging_slots=1)
 SAME_LABEL = WorldConfig(
     "label", (request(0, 0, 1, label="q", keys="k"), request(1, 0, 1, label="q", keys="k")), slots=2
@@ -354,6 +356,22 @@ def lets_nothing_linger(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ending, "_let_linger", let_linger)
 
 
+def says_nothing_of_failures(patch: pytest.MonkeyPatch) -> None:
+    """A proxy hears of what went well alone."""
+    patch.setattr(Ending, "_notify_failures", lambda self, now: self._failures.clear())
+
+
+def says_failed_of_what_is_ready(patch: pytest.MonkeyPatch) -> None:
+    """A proxy hears both of one transfer."""
+
+    def notify(old: Any, self: Any, transfer: Any, now: float) -> None:
+        old(self, transfer, now)
+        error = transfer_error(ErrorCode.PEER_LOST)
+        self._failed(transfer.notify, transfer.req_id, transfer.peer.receiver, transfer.number, error)
+
+    wrap(patch, Ending, "_notify", notify)
+
+
 PLANTED = [
     Planted("01-hold-and-wait", PAIRS, admits_without_room, "admitted, but not whole"),
     Planted(
@@ -387,6 +405,8 @@ PLANTED = [
     ),
     Planted("restart-ends-claims", with_faults(ONE, slow=1), ends_claims_with_the_session, "under their reader"),
     Planted("nothing-lingers", with_faults(SAME_KEY, cancel=1), lets_nothing_linger, "KeyError"),
+    Planted("failures-are-not-told", with_faults(TOLD, cancel=1), says_nothing_of_failures, "told otherwise"),
+    Planted("told-as-ready-and-as-failed", TOLD, says_failed_of_what_is_ready, "told otherwise"),
     Planted("staging-freed-under-puts", with_faults(ONE_SENDER, cancel=1), forgets_staging_under_puts, "staging slot"),
 ]
 

@@ -7,12 +7,17 @@ import subprocess
 import sys
 
 import attrs
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from kvpd.core.ledger import Ledger
+from kvpd.core.messages import ErrorInfo, FailNotif, ProxyNotif
+from kvpd.errors import ErrorCode
 from kvpd.simulation.command import main
 from kvpd.simulation.coverage import Coverage, expected_codes, expected_faults, expected_transitions
+from kvpd.simulation.proxy import Heard
+from kvpd.simulation.rules import Rule, Violation
 from kvpd.simulation.run import Kind, Tally, campaign
 from kvpd.simulation.scenario import Scenario
 from kvpd.simulation.shrink import Selection
@@ -88,6 +93,18 @@ def test_the_real_service_does_not_hide_a_planted_fault(name: str, monkeypatch: 
     plant.patch(monkeypatch)
     kind = Kind(plant.workload, service=True)
     assert any(kind.run(kind.scenario(seed)).failure is not None for seed in range(10))
+
+
+def test_a_proxy_that_hears_both_of_one_transfer_has_found_a_violation() -> None:
+    """Over all its starts: a sender may say the one before the proxy dies, and the other to its successor."""
+    heard = Heard()
+    ready = ProxyNotif("r", 1, "receiver", "sender", 7, 3)
+    failed = FailNotif("r", 2, "receiver", "sender", 7, 3, ErrorInfo(ErrorCode.PEER_LOST))
+    for notif in (ready, ready, msgspec.structs.replace(failed, sender_incarnation=8)):
+        heard.note(notif)
+    assert ("sender", 7, 3) in heard
+    with pytest.raises(Violation, match=Rule.ONE_END):
+        heard.note(failed)
 
 
 def test_a_selection_keeps_the_places_that_it_names() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvpd.core.events import Report, ReportName, TransferId
-from kvpd.core.messages import PROTOCOL_VERSION, Hello, PeerMessage
+from kvpd.core.messages import PROTOCOL_VERSION, FailNotif, Hello, PeerMessage
 from kvpd.core.sender import events as ev
 from kvpd.core.sender.notifier import Notifier
 from kvpd.core.sender.records import Peer, Repeated, Transfer
@@ -35,6 +35,7 @@ class SenderBase:
         self._undrained: dict[str, int] = {}
         self._never_ended: set[str] = set()  # receivers to which a put may be in flight for ever
         self._lost: list[Peer] = []  # in this step
+        self._failures: list[tuple[str, FailNotif]] = []  # of this step, and the proxies that must hear of them
         self._reconnect_until: dict[str, float] = {}
         self._notifier = Notifier(settings)
         self._timers: Timers[Deadline] = Timers()

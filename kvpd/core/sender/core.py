@@ -57,6 +57,7 @@ class SenderCore(Moving):
             case _:
                 assert_never(event)
         self._plan_reconnects(now)
+        self._notify_failures(now)
         self._grant_waiting(now)
         self.staging.check()
         actions, self._actions = self._actions, []

@@ -8,7 +8,7 @@ them: a put's when the put has ended, an unfilled one when the engine has let go
 from __future__ import annotations
 
 from kvpd.core.events import Report, ReportName, TransferId
-from kvpd.core.messages import CancelNotif, ProxyNotif
+from kvpd.core.messages import CancelNotif, ErrorInfo, FailNotif, Notification, ProxyNotif
 from kvpd.core.sender import events as ev
 from kvpd.core.sender.base import SenderBase
 from kvpd.core.sender.records import Peer, PeerState, Piece, PieceState, Transfer
@@ -37,6 +37,7 @@ class Ending(SenderBase):
         self._report_of(name, transfer, code=error.code, detail=error.detail)
         self._actions.append(ev.FinishTransfer(transfer.number, error))
         self._actions.append(ev.CancelTransfer(transfer.number, peer.put_deadline_s or _DEFAULT_PUT_DEADLINE_S))
+        self._failed(transfer.notify, transfer.req_id, peer.receiver, transfer.number, error)
 
     def _stop_repeating(self, transfer: Transfer) -> None:
         """Nothing that was asked for a transfer matters once it is over. A reply that still comes finds no question."""
@@ -136,7 +137,7 @@ class Ending(SenderBase):
     # -------------------------------------------------------------- the proxy
 
     def _notify(self, transfer: Transfer, now: float) -> None:
-        address = transfer.notify or self.settings.proxy_address
+        address = self._proxy_of(transfer.notify)
         if address is None:
             return
         message = ProxyNotif(
@@ -147,10 +148,44 @@ class Ending(SenderBase):
             sender_incarnation=self.settings.incarnation,
             transfer_no=transfer.number,
         )
+        self._tell_proxy(address, message, now)
+        self._report_of(ReportName.PROXY_NOTIFIED, transfer, proxy=address)
+
+    def _failed(self, notify: str | None, req_id: str, receiver: str, number: int, error: TransferError) -> None:
+        """A transfer ends without success: its proxy, which waits for it, is to hear of it in this step.
+
+        Not one that takes plain pushes: proxies that were written for those know of success alone.
+        """
+        address = self._proxy_of(notify)
+        if address is None or not self.settings.notify_is_acknowledged:
+            return
+        message = FailNotif(
+            req_id=req_id,
+            message_id=self._message_id(),
+            receiver=receiver,
+            sender_id=self.settings.sender_id,
+            sender_incarnation=self.settings.incarnation,
+            transfer_no=number,
+            error=ErrorInfo(error.code, error.detail[:1024], error.retry_after_s),
+        )
+        self._failures.append((address, message))
+
+    def _notify_failures(self, now: float) -> None:
+        """The end of a step: tell the proxies of what has failed in it."""
+        failures, self._failures = self._failures, []
+        for address, message in failures:
+            self._tell_proxy(address, message, now)
+            code = message.error.code
+            self._report_told(ReportName.PROXY_TOLD_OF_FAILURE, address, message, code=code)
+
+    def _proxy_of(self, notify: str | None) -> str | None:
+        """Who is to hear of a transfer: the proxy that it names, or the configured one, or nobody."""
+        return notify or self.settings.proxy_address
+
+    def _tell_proxy(self, address: str, message: Notification, now: float) -> None:
         if self.settings.notify_is_acknowledged and not self._notifier.add(address, message, now=now):
             self._report_dropped(address, message, "the proxy's queue is full")
         self._actions.append(ev.NotifyProxy(address, message))
-        self._report_of(ReportName.PROXY_NOTIFIED, transfer, proxy=address)
         self._arm_notifier()
 
     def _arm_notifier(self) -> None:
@@ -167,11 +202,12 @@ class Ending(SenderBase):
             self._report_dropped(address, message, f"no answer for {self.settings.notify_give_up_s:g} s")
         self._arm_notifier()
 
-    def _report_dropped(self, address: str, message: ProxyNotif, detail: str) -> None:
+    def _report_dropped(self, address: str, message: Notification, detail: str) -> None:
+        self._report_told(ReportName.PROXY_NOTIFICATION_DROPPED, address, message, detail=detail)
+
+    def _report_told(self, name: ReportName, address: str, message: Notification, **fields: str) -> None:
         identity = TransferId(message.sender_id, message.sender_incarnation, message.transfer_no)
-        self._actions.append(
-            Report(ReportName.PROXY_NOTIFICATION_DROPPED, identity, message.req_id, address, {"detail": detail})
-        )
+        self._actions.append(Report(name, identity, message.req_id, address, fields))
 
     def _proxy_acknowledged(self, event: ev.ProxyAcknowledged, now: float) -> None:
         if event.sender_incarnation == self.settings.incarnation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvpd.core.events import DrainExpired, DrainRequested, Report, RequestCancelled, TimePassed
-from kvpd.core.messages import Message, PeerMessage, ProxyNotif, Region, Verify
+from kvpd.core.messages import Message, Notification, PeerMessage, Region, Verify
 from kvpd.errors import ErrorCode, TransferError
 
 
@@ -271,7 +271,7 @@ class NotifyProxy:
     """Send a notification to this proxy."""
 
     proxy: str
-    message: ProxyNotif
+    message: Notification
 
 
 SenderAction = (

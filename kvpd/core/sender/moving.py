@@ -34,6 +34,7 @@ class Moving(Peers):
         refusal = self._open_refusal(event)
         if refusal is not None:
             self._actions.append(ev.FinishTransfer(event.transfer_no, refusal))
+            self._failed(event.notify, event.req_id, event.receiver, event.transfer_no, refusal)
             return
         peer = self._peers.get(event.receiver)
         is_new = peer is None

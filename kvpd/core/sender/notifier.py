@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import attrs
 
-from kvpd.core.messages import ProxyNotif
+from kvpd.core.messages import Notification
 from kvpd.core.sender.settings import SenderSettings
 from kvpd.core.timers import Timers
 
@@ -21,7 +21,7 @@ _BURST = 256  # repeats in one go
 class Pending:
     """One notification that was not acknowledged yet."""
 
-    message: ProxyNotif
+    message: Notification
     since: float
 
 
@@ -45,7 +45,7 @@ class Notifier:
         """Notifications that no proxy has acknowledged yet."""
         return sum(len(proxy.pending) for proxy in self._proxies.values())
 
-    def add(self, address: str, message: ProxyNotif, *, now: float) -> bool:
+    def add(self, address: str, message: Notification, *, now: float) -> bool:
         """Keep a notification until it is acknowledged. False: the queue is full, and it is sent but once."""
         proxy = self._proxies.get(address)
         if proxy is None:
@@ -82,10 +82,10 @@ class Notifier:
         """When repeats are due."""
         return self._timers.next_at()
 
-    def due(self, now: float) -> tuple[list[tuple[str, ProxyNotif]], list[tuple[str, ProxyNotif]]]:
+    def due(self, now: float) -> tuple[list[tuple[str, Notification]], list[tuple[str, Notification]]]:
         """What to send again now, and what is given up."""
-        again: list[tuple[str, ProxyNotif]] = []
-        dropped: list[tuple[str, ProxyNotif]] = []
+        again: list[tuple[str, Notification]] = []
+        dropped: list[tuple[str, Notification]] = []
         while (address := self._timers.pop_due(now)) is not None:
             proxy = self._proxies[address]
             while proxy.pending:

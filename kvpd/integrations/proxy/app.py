@@ -5,7 +5,6 @@ A path that is not listed here is not passed on: half of a protocol would be wor
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -195,7 +194,6 @@ class App:
         }
 
 
-@functools.cache
 def _outcome(status: int, failed: bool = False) -> str:
     if failed or status >= 500:
         return "failed"

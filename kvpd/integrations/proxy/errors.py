@@ -162,6 +162,8 @@ _REFUSALS: Final = {
     ErrorCode.TOO_LARGE: 413,
     ErrorCode.REQUEST_TIMEOUT: 504,
 }
+# The two sides have lost each other: what the sender holds for lost may be whole at its receiver.
+_PARTED: Final = frozenset({ErrorCode.PEER_LOST, ErrorCode.TRANSPORT_FAILED})
 _NO_ROOM: Final = frozenset({ErrorCode.QUEUE_FULL, ErrorCode.ADMISSION_TIMEOUT, ErrorCode.DRAINING})
 
 
@@ -173,4 +175,4 @@ def transfer_failed(code: ErrorCode, detail: str, retry_after_s: float | None) -
     message = f"the prompt's KV cache was not moved: {detail or code}"
     refused = ProxyError(_REFUSALS.get(code, 502), str(code), message, retry_after_s=retry_after_s)
     is_hopeless = is_no_room or code is ErrorCode.TOO_LARGE
-    return AttemptFailed(refused, can_retry=not is_hopeless, can_recompute=not is_no_room)
+    return AttemptFailed(refused, can_retry=not is_hopeless, can_recompute=not is_no_room, may_arrive=code in _PARTED)

@@ -161,20 +161,36 @@ class Flow:
     async def _one_by_one(
         self, job: Job, prefill: Engine, decode: Engine, transfer: Transfer, sink: Sink, began: float
     ) -> None:
+        params: Mapping[str, Any] = {}
         with self._notifications.expect(transfer.transfer_id) as arrival, decode.load(job.prompt_tokens):
-            params = await self._prefill(job, prefill, decode, transfer)
+            with arrival.meanwhile:
+                params = await self._prefill(job, prefill, decode, transfer)
             await self._wait_for(arrival, prefill)
         await self._decode(job, decode, transfer, sink, began, params)
 
     async def _wait_for(self, arrival: Arrival, prefill: Engine) -> None:
+        """Until a sender says that the KV cache is complete.
+
+        Raises:
+            AttemptFailed: it says why it will never be, or nothing in time.
+        """
         answered = trio.current_time()
-        if not await arrival.wait(self._config.transfer_timeout_s):
+        with trio.move_on_after(self._config.transfer_timeout_s) as scope:
+            error = await arrival.outcome()
+        if scope.cancelled_caught:
             self._metrics.transfer_ended(ErrorCode.REQUEST_TIMEOUT)
             waited = f"{self._config.transfer_timeout_s:g} s"
             refused = ProxyError(502, "transfer_lost", f"the prompt's KV cache did not arrive within {waited}")
             raise AttemptFailed(refused, blamed=[prefill], may_arrive=True)
+        if error is not None:
+            raise self._transfer_failed(error.code, error.detail, error.retry_after_s)
         self._metrics.transfer.observe(trio.current_time() - answered)
         self._metrics.transfer_ended("arrived")
+
+    def _transfer_failed(self, code: ErrorCode, detail: str, retry_after_s: float | None) -> AttemptFailed:
+        """A transfer has ended without success, by a sender's word or by its connector's."""
+        self._metrics.transfer_ended(code)
+        return transfer_failed(code, detail, retry_after_s)
 
     async def _both_at_once(
         self, job: Job, prefill: Engine, decode: Engine, transfer: Transfer, sink: Sink, began: float
@@ -190,17 +206,25 @@ class Flow:
                     failures.append(exc)
                     nursery.cancel_scope.cancel()
 
+        async def hear_of_failure(arrival: Arrival) -> None:
+            error = await arrival.outcome()
+            if error is not None and not sink.started:
+                failures.append(self._transfer_failed(error.code, error.detail, error.retry_after_s))
+                nursery.cancel_scope.cancel()
+
         gone: list[ClientGone | Refused] = []  # what a nursery's body raises would come out wrapped
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(prefill_beside)
-            try:
-                if await self._decode(job, decode, transfer, sink, began) == 200:
-                    self._metrics.transfer_ended("arrived")
-            except AttemptFailed as exc:
-                failures.append(exc)
-            except (ClientGone, Refused) as exc:
-                gone.append(exc)
-            nursery.cancel_scope.cancel()
+        with self._notifications.expect(transfer.transfer_id) as arrival:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(prefill_beside)
+                nursery.start_soon(hear_of_failure, arrival)
+                try:
+                    if await self._decode(job, decode, transfer, sink, began) == 200:
+                        self._metrics.transfer_ended("arrived")
+                except AttemptFailed as exc:
+                    failures.append(exc)
+                except (ClientGone, Refused) as exc:
+                    gone.append(exc)
+                nursery.cancel_scope.cancel()
         for error in [*gone, *failures]:
             raise error
 
@@ -241,8 +265,7 @@ class Flow:
             raise self._failed(engine, EngineBroken(f"{engine.url}: an answer that is none: {exc}")) from exc
         if fault is None:
             return params
-        self._metrics.transfer_ended(fault.error_code)
-        raise transfer_failed(fault.error_code, fault.detail, fault.retry_after_s)
+        raise self._transfer_failed(fault.error_code, fault.detail, fault.retry_after_s)
 
     async def _decode(
         self,

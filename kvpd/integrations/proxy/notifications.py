@@ -1,7 +1,8 @@
-"""Senders' word that a transfer is complete: every notification is acknowledged, and told to whoever waits for it.
+"""Senders' word that a transfer is complete, or will never be: acknowledged, and told to whoever waits for it.
 
-A sender repeats a notification until it is acknowledged, so the same one may come twice. Nothing that arrives here
-ends the listening; what is no notification is counted and dropped.
+A transfer ends once, and the first word about it counts. A sender repeats a notification until it is acknowledged, so
+the same one may come twice. Nothing that arrives here ends the listening; what is no notification is counted and
+dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 import attrs
 import trio
 
-from kvpd.core.messages import ProxyAck, ProxyNotif, decode, encode
+from kvpd.core.messages import ErrorInfo, FailNotif, Notification, ProxyAck, ProxyNotif, decode, encode
 from kvpd.errors import RemoteProtocolError
 from kvpd.log import get_logger
 from kvpd.metrics import ProxyMetrics
@@ -27,15 +28,28 @@ _REMEMBERED_MAX: Final = 16_384
 
 @attrs.define
 class Arrival:
-    """One transfer that somebody waits for."""
+    """One transfer that somebody waits for.
 
-    event: trio.Event = attrs.field(factory=trio.Event)
+    `meanwhile` is for what is only worth doing if the transfer arrives: it is cancelled when the transfer has failed.
+    """
 
-    async def wait(self, timeout_s: float) -> bool:
-        """Until a sender says that it is complete. False: not within `timeout_s` seconds."""
-        with trio.move_on_after(timeout_s):
-            await self.event.wait()
-        return self.event.is_set()
+    meanwhile: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    _ended: trio.Event = attrs.field(factory=trio.Event)
+    _error: ErrorInfo | None = None
+
+    async def outcome(self) -> ErrorInfo | None:
+        """Wait until a sender says that it is complete: None; or why it will never be."""
+        await self._ended.wait()
+        return self._error
+
+    def end(self, error: ErrorInfo | None) -> None:
+        """A sender has said so. Another word about it changes nothing."""
+        if self._ended.is_set():
+            return
+        self._error = error
+        self._ended.set()
+        if error is not None:
+            self.meanwhile.cancel()
 
 
 class Notifications:
@@ -70,7 +84,7 @@ class Notifications:
             except RemoteProtocolError as exc:
                 self._dropped(str(exc))
                 continue
-            if isinstance(message, ProxyNotif):
+            if isinstance(message, ProxyNotif | FailNotif):
                 self._hear(peer, message)
             else:
                 self._dropped(f"a {type(message).__name__}, which is for receivers and senders")
@@ -81,7 +95,7 @@ class Notifications:
             "notification_malformed", detail=f"{detail}; this port hears senders' notifications", rate_limited=True
         )
 
-    def _hear(self, peer: bytes, notif: ProxyNotif) -> None:
+    def _hear(self, peer: bytes, notif: Notification) -> None:
         try:
             self._server.send_nowait(peer, encode(ProxyAck(notif.sender_incarnation, notif.message_id)))
         except trio.WouldBlock:
@@ -98,4 +112,4 @@ class Notifications:
         arrival = self._waiting.get(notif.req_id)
         self._metrics.notification("unknown" if arrival is None else "matched")
         if arrival is not None:
-            arrival.event.set()
+            arrival.end(notif.error if isinstance(notif, FailNotif) else None)

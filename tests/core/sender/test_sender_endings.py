@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core_parts import RECEIVER_INCARNATION, SENDER_INCARNATION, keys
-from sender_world import ReceiverPeer, SenderWorld, finished, grants, sent, sent_all
+from sender_world import ReceiverPeer, SenderWorld, failures_in, finished, grants, readies_in, sent, sent_all
 
 from kvpd.core.events import ReportName, RequestCancelled
 from kvpd.core.messages import AllocRequest, CancelNotif, Hello, WriteDone
@@ -61,7 +61,10 @@ def test_a_cancel_works_in_every_state_and_leaves_nothing(step: str, who: str) -
             actions, code = world.feed(ev.PeerMessageRejected("decode-0", "rubbish")), ErrorCode.PROTOCOL_ERROR
     assert finished(actions) == {1: code}
     assert [a.transfer_no for a in actions if isinstance(a, ev.CancelTransfer)] == [1]
-    assert not [a for a in actions if isinstance(a, ev.NotifyProxy)]
+    assert readies_in(actions) == []
+    (told,) = failures_in(actions)
+    assert (told.req_id, told.transfer_no, told.receiver, told.error.code) == ("req-1", 1, "decode-0", code)
+    world.acknowledge("proxy", told)
     notified = sent_all(world.drained(1), CancelNotif)
     knows = step not in UNHEARD and who != "receiver lost"
     assert [(n.transfer_no, n.reason, n.drained) for n in notified] == ([(1, code, True)] if knows else [])

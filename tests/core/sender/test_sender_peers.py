@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from core_parts import CHUNK, RECEIVER_INCARNATION, SENDER_INCARNATION, keys, regions
-from sender_world import SenderWorld, finished, sent, sent_all
+from sender_world import SenderWorld, failures_in, finished, readies_in, sent, sent_all
 
 from kvpd.core.events import ReportName
 from kvpd.core.messages import (
@@ -297,7 +297,8 @@ def test_a_write_that_is_refused_ends_its_transfer() -> None:
     done = sent(world.land(1, 0), WriteDone)
     actions = p.ack(done, ErrorInfo(ErrorCode.NO_PROGRESS, "revoked"))
     assert finished(actions) == {1: ErrorCode.NO_PROGRESS}
-    assert not [a for a in actions if isinstance(a, ev.NotifyProxy)]
+    assert readies_in(actions) == []
+    assert [notif.error.code for notif in failures_in(actions)] == [ErrorCode.NO_PROGRESS]
 
 
 def test_a_receiver_of_several_ranks_is_refused() -> None:

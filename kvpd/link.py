@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvpd.errors import ErrorCode, RemoteProtocolError, TransferError, transfer_error
 
-LINK_VERSION: Final = 1
+LINK_VERSION: Final = 2
 GROUP_CHARS_MAX: Final = 128
 FRAME_BYTES_MAX: Final = 1 << 20
 _HEADER = struct.Struct("<I")

@@ -27,6 +27,18 @@ def sizes(name: str, default: str, help_text: str) -> click.Option:
     return _list_option(name, default, help_text, "SIZE,SIZE,...", _size)
 
 
+def size(name: str, default: str, help_text: str) -> click.Option:
+    """An option of one size in bytes: an int."""
+
+    def parse(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
+        try:
+            return _size(text)
+        except ValueError as exc:
+            raise click.BadParameter(f"{text!r} {exc}") from exc
+
+    return click.Option([name], default=default, show_default=True, metavar="SIZE", callback=parse, help=help_text)
+
+
 def words(name: str, choices: tuple[str, ...], help_text: str) -> click.Option:
     """An option of words, by default all that there are: a tuple of str."""
 

@@ -18,7 +18,7 @@ import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
-from kvpd.bench import idle, requests, stall, transfer
+from kvpd.bench import admission, control, idle, requests, stall, trace, transfer
 from kvpd.bench.plots import check_plot_file, draw
 from kvpd.bench.progress import Progress
 from kvpd.bench.record import Record, record
@@ -28,6 +28,9 @@ from kvpd.bench.tables import show
 SUBCOMMANDS: Final[tuple[Subcommand, ...]] = (
     transfer.SUBCOMMAND,
     requests.SUBCOMMAND,
+    control.SUBCOMMAND,
+    admission.SUBCOMMAND,
+    trace.SUBCOMMAND,
     idle.SUBCOMMAND,
     stall.SUBCOMMAND,
 )

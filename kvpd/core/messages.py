@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvpd.errors import ErrorCode, RemoteProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 20
 CHUNKS_MAX = 1 << 24  # of one request; a receiver with more slots than this is not plausible
 BATCH_CHUNKS_MAX = 8192  # keys in one AllocRequest, so that it fits a frame with room to spare
@@ -175,9 +175,14 @@ class Heartbeat(PeerMessage, frozen=True):
 
 
 class Ack(PeerMessage, frozen=True):
-    """Either way: message `message_id` has been acted on, or was refused for the reason given."""
+    """Either way: message `message_id` has been acted on, or was refused for the reason given.
+
+    As the answer to an AllocRequest, without an error, it says that the transfer waits for room: AllocResponse follows.
+    As the answer to a Heartbeat it says how many of the sender's transfers are `waiting` so.
+    """
 
     error: ErrorInfo | None = None
+    waiting: Count = 0
 
 
 class ProxyNotif(Message, frozen=True):

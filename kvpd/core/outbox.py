@@ -2,6 +2,8 @@
 
 Control channels may lose a message when a connection breaks; nothing here believes that one has arrived until its
 answer names it. A repeat is byte for byte the message that was first sent, so that acting on it twice is acting once.
+A message that is known to have arrived, and whose answer has to wait, is held back: it is repeated only if its answer
+turns out to be lost. So thousands of them cost nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Outbox(Generic[M]):
         self._repeat_s = repeat_s
         self._sent: dict[int, Sent[M]] = {}
         self._timers: Timers[int] = Timers()
+        self._held_back: dict[int, None] = {}  # message ids, in the order in which they began to wait
 
     def add(self, message: M, *, now: float) -> None:
         """`message` has just been sent."""
@@ -40,7 +43,29 @@ class Outbox(Generic[M]):
     def answer(self, message_id: int) -> Sent[M] | None:
         """`message_id` has been answered: repeat it no more. None if it was answered before."""
         self._timers.clear(message_id)
+        self._held_back.pop(message_id, None)
         return self._sent.pop(message_id, None)
+
+    def unanswered(self, message_id: int) -> Sent[M] | None:
+        """The message, if it has not been answered."""
+        return self._sent.get(message_id)
+
+    def hold_back(self, message_id: int) -> None:
+        """`message_id`, unanswered, has arrived, and its answer will come: repeat it no more until told otherwise."""
+        self._timers.clear(message_id)
+        self._held_back[message_id] = None
+
+    def resume(self, message_id: int, *, now: float) -> None:
+        """Repeat `message_id` again, if it was held back: its answer is overdue from now on."""
+        if message_id in self._held_back:
+            del self._held_back[message_id]
+            self._timers.set(message_id, now + self._repeat_s)
+
+    def repeat_held_back(self, *, now: float) -> None:
+        """Answers were lost, nobody knows which: repeat now whatever was held back."""
+        for message_id in self._held_back:
+            self._timers.set(message_id, now)
+        self._held_back.clear()
 
     def next_at(self) -> float | None:
         """When the next repeat is due."""

@@ -4,7 +4,7 @@ Drawn at random from a seed (scripts/simulate), each module using only those bef
 
 schedule, network, plane                virtual time, control messages, writes and where they land
 shell, sender, receiver                 the real cores, their actions carried out as kvpd.service does
-scenario, workload, traces              what is asked, and what goes wrong
+scenario, workload, arrivals            what is asked, and what goes wrong
 rules, truth, ages, coverage            what must be true, the world's own books, what was exercised
 sender_checks, receiver_checks          every rule, after every event
 engines, proxy, population, rogue       everybody else, and how all start and die

@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from kvpd.simulation import traces
+from kvpd.simulation import arrivals
 from kvpd.simulation.scenario import CancelBy, Claim, Fault, FaultKind, Limits, Misuse, Request, Scenario, Style
 
 _CHUNK_BYTES: Final = 64
@@ -289,11 +289,11 @@ def _corrupting_wire(draw: Draw) -> None:
         draw.request(draw.keys(draw.random.randint(1, 8)))
 
 
-def _from_trace(draw: Draw, arrivals: tuple[traces.Arrival, ...], span_s: float) -> None:
+def _from_trace(draw: Draw, requests: tuple[arrivals.Arrival, ...], span_s: float) -> None:
     """A stretch of a real trace, in less time than it took."""
     count = draw.random.randint(20, 60)
-    start = draw.random.randrange(len(arrivals) - count)
-    some = arrivals[start : start + count]
+    start = draw.random.randrange(len(requests) - count)
+    some = requests[start : start + count]
     scale = span_s / max(some[-1].at - some[0].at, 1e-3)
     draw.span_s, draw.slots, draw.staging_slots = span_s, 40, 12
     for arrival in some:
@@ -304,12 +304,12 @@ def _from_trace(draw: Draw, arrivals: tuple[traces.Arrival, ...], span_s: float)
 
 def _mooncake(draw: Draw) -> None:
     """Conversations from Mooncake's trace."""
-    _from_trace(draw, traces.mooncake_conversation(), 30.0)
+    _from_trace(draw, arrivals.mooncake_conversation(), 30.0)
 
 
 def _azure_code(draw: Draw) -> None:
     """Code completions from Azure's trace."""
-    _from_trace(draw, traces.azure_code(), 20.0)
+    _from_trace(draw, arrivals.azure_code(), 20.0)
 
 
 def _lossy(draw: Draw) -> None:

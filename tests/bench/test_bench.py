@@ -61,6 +61,13 @@ def test_quick_runs_everything_and_writes_what_it_measured(tmp_path: Path) -> No
     assert all(
         case["cpu_s"].keys() == {"prefill", "sender", "receiver", "decode"} for case in results["requests"]["cases"]
     )
+    assert [(each["outstanding"], each["transfers"]) for each in results["control"]["measured"]] == [
+        (1, 200),
+        (64, 200),
+    ]
+    assert [each["waiting"] for each in results["admission"]["waiting"]] == [1, 100]
+    assert {cost["core"] for cost in results["admission"]["costs"]} == {"receiver", "queue", "sender"}
+    assert results["trace"]["outcomes"] == {"ready": 40}
     assert [situation["waiting"] for situation in results["idle"]["situations"]] == [0, 0, 500]
     assert all(loop["turns"] > 0 for case in results["stall"]["cases"] for loop in case["loops"])
     assert plot.read_bytes().startswith(b"<?xml")
@@ -86,6 +93,9 @@ def test_help_teaches(subcommand: str | None) -> None:
         (("transfer", "--chunk-bytes", "8"), "out of range"),
         (("transfer", "--transports", "pigeon"), "is none of cma, tcp"),
         (("requests", "--depths", "0"), "no whole number of 1 or more"),
+        (("trace", "--trace", "/no/such/trace"), "is no trace that can be read"),
+        (("trace", "--model-shape", "gpt-7"), "no model known here"),
+        (("trace", "--buffer-size", "1MiB"), "holds no chunk"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_started(arguments: tuple[str, ...], reason: str) -> None:

@@ -27,7 +27,11 @@ SLOTS, STAGING, TRANSFERS_MAX = 4, 3, 4
 
 @attrs.define(eq=False)
 class Put:
-    """One chunk on its way. Once cut off it carries what it had read, and may land until the fence."""
+    """One chunk on its way. Once cut off it carries what it had read, and may land until the fence.
+
+    On one host the sender's kernel may be the one that writes, and then it has ended when the transport says so; or it
+    is TCP, and then the session's worker takes in what is under way for as long as it lives. Either may be.
+    """
 
     number: int
     piece: int
@@ -36,6 +40,7 @@ class Put:
     slot: sev.StagedSlot
     cut_off: bytes | None = None
     landed: bool = False
+    ended: bool = False  # its sender was told so
 
 
 @attrs.define(eq=False)
@@ -254,7 +259,7 @@ class Pair:
         start, session = put.worker
         if start != self.receiver.settings.incarnation:
             return False
-        return node.alive if node.same_host else session in self.sessions
+        return session in self.sessions or (node.same_host and node.alive and not put.ended)
 
     def land(self, node: Node, put: Put) -> None:
         content = node.staging[put.slot.local] if put.cut_off is None else put.cut_off
@@ -292,4 +297,6 @@ class Pair:
     def drained(self, node: Node, job: Job) -> None:
         job.cancelling = False
         node.puts = [put for put in node.puts if put.number != job.number or put.cut_off is not None]
+        for put in node.puts:
+            put.ended |= put.number == job.number
         self.tell(node, sev.PutsDrained(job.number, not job.tainted))

@@ -269,7 +269,7 @@ WELCOME = Welcome(
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"protocol_version": 2}, ErrorCode.PROTOCOL_VERSION),
+        ({"protocol_version": 99}, ErrorCode.PROTOCOL_VERSION),
         ({"chunk_bytes": 65}, ErrorCode.LAYOUT_MISMATCH),
         ({"layout": "x"}, ErrorCode.LAYOUT_MISMATCH),
         ({"total_chunks": 11}, ErrorCode.PROTOCOL_ERROR),

@@ -16,6 +16,7 @@ import pytest
 
 from kvpd.core import ledger as ledger_module
 from kvpd.core.messages import CancelNotif
+from kvpd.core.outbox import Outbox
 from kvpd.core.pool import SlotPool, SlotState
 from kvpd.core.receiver.admission import Admission
 from kvpd.core.receiver.claims import ClaimDesk
@@ -220,6 +221,16 @@ def cancels_once(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, SenderBase, "_send_until_answered", send_until_answered)
 
 
+def waits_for_lost_answers(patch: pytest.MonkeyPatch) -> None:
+    """The answer to a heartbeat shows that an answer was lost, and nothing is asked for again."""
+    patch.setattr(Outbox, "repeat_held_back", lambda self, **_: self._held_back.clear())
+
+
+def waits_for_the_rest_of_an_answer(patch: pytest.MonkeyPatch) -> None:
+    """A transfer is admitted; what was asked for together with it is taken for waiting still."""
+    patch.setattr(Moving, "_wait_no_more", lambda self, transfer, now: transfer.peer.waiting.discard(transfer.number))
+
+
 def acknowledges_what_was_revoked(patch: pytest.MonkeyPatch) -> None:
     """A WriteDone is acknowledged plainly, whatever became of its transfer."""
 
@@ -422,6 +433,8 @@ PLANTED = [
     Planted("20-claim-too-early", with_faults(ONE, early=1), grants_what_is_not_complete, "nothing that has landed"),
     Planted("revoke-not-repeated", with_faults(STALLED, loss=1), revokes_once, "no clean ending"),
     Planted("cancel-not-repeated", with_faults(ONE, cancel=1, loss=1), cancels_once, "no clean ending"),
+    Planted("lost-answer-unnoticed", with_faults(TWO, loss=1), waits_for_lost_answers, "no clean ending"),
+    Planted("rest-of-an-answer-lost", with_faults(TWO, loss=1), waits_for_the_rest_of_an_answer, "no clean ending"),
     Planted(
         "acks-what-was-revoked",
         with_faults(ONE, cancel_claim=1, loss=1),

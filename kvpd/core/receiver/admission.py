@@ -59,6 +59,7 @@ class Admission(Peers):
             return
         transfer = Transfer(transfer_id, message.req_id, session.number, message.total_chunks, now)
         session.transfers[message.transfer_no] = transfer
+        session.waiting += 1
         if self._book.ledger.depth == 0:
             self._waiting_since = now
         self._book.open(transfer)
@@ -99,10 +100,18 @@ class Admission(Peers):
             )
             session = self._sessions.numbered(transfer.session_no)
             assert session is not None
+            session.waiting -= 1
             for message in transfer.unanswered.values():
                 self._place(session, transfer, message)
             transfer.unanswered.clear()
             self._complete_if_ready(transfer, now)
+
+    def _tell_waiting(self) -> None:
+        """Whoever asked in this step and must wait is told so, and need not ask again."""
+        asked, self._unanswered = self._unanswered, None
+        if asked is not None and asked[1].state is ReceiverState.QUEUED:
+            session, _, message = asked
+            self._ack(session, message)
 
     def _batch(self, session: Session, transfer: Transfer, message: AllocRequest, now: float) -> None:
         """A batch of a transfer that is not gone: keep it until admission, or place it at once."""
@@ -119,6 +128,7 @@ class Admission(Peers):
             return
         if transfer.state is ReceiverState.QUEUED:
             transfer.unanswered[message.first_chunk if message.keys else -1] = message
+            self._unanswered = session, transfer, message
             return
         if transfer.state is ReceiverState.ADMITTED:
             self._book.progressed(transfer, now=now)

@@ -12,7 +12,6 @@ from kvpd.core.receiver.claims import ClaimDesk
 from kvpd.core.receiver.sessions import Session, SessionBook, SessionState
 from kvpd.core.receiver.settings import ReceiverSettings
 from kvpd.core.receiver.transfers import Batch, Transfer, TransferBook
-from kvpd.core.states import ReceiverState
 from kvpd.core.timers import Timers
 from kvpd.errors import transfer_error
 
@@ -41,6 +40,7 @@ class ReceiverBase:
         self._actions: list[ev.ReceiverAction] = []
         self._next_message_id = 1
         self._waiting_since = 0.0  # when the queue last began to be one
+        self._unanswered: tuple[Session, Transfer, AllocRequest] | None = None  # came in this step and may have to wait
         self._draining = False
 
     @property
@@ -53,8 +53,8 @@ class ReceiverBase:
         """Transfers that wait for admission."""
         return self._book.ledger.depth
 
-    def _ack(self, session: Session, message: PeerMessage, error: ErrorInfo | None = None) -> None:
-        self._send(session, Ack(session.incarnation, self.settings.incarnation, message.message_id, error))
+    def _ack(self, session: Session, message: PeerMessage, error: ErrorInfo | None = None, *, waiting: int = 0) -> None:
+        self._send(session, Ack(session.incarnation, self.settings.incarnation, message.message_id, error, waiting))
 
     def _send(self, session: Session, message: PeerMessage) -> None:
         self._actions.append(ev.SendMessage(session.peer, message))
@@ -108,8 +108,7 @@ class ReceiverBase:
 
     def _forget_if_settled(self, session: Session) -> None:
         """A closed session is kept only as long as a slot waits for its fence."""
-        revoked = any(t.state is ReceiverState.REVOKED for t in session.transfers.values())
-        if session.state is SessionState.CLOSING and session.worker_destroyed and not revoked:
+        if session.state is SessionState.CLOSING and session.worker_destroyed and not session.unfenced:
             self._sessions.forget(session)
             self._actions.append(ev.ForgetSession(session.number))
 

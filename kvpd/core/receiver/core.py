@@ -57,6 +57,7 @@ class ReceiverCore(Admission):
                 assert_never(event)
         # Whatever made room, or took the head of the queue away: here, and only here, others are admitted.
         self._admit(now)
+        self._tell_waiting()
         self._arm_progress_timer()
         self.check()
         actions, self._actions = self._actions, []
@@ -100,6 +101,10 @@ class ReceiverCore(Admission):
     def audit(self) -> None:
         """All invariants by a full scan, for tests and simulation."""
         self._book.audit()
+        for session in self._sessions.all():
+            states = [transfer.state for transfer in session.transfers.values()]
+            assert session.waiting == states.count(ReceiverState.QUEUED)
+            assert session.unfenced == states.count(ReceiverState.REVOKED)
         if not self._book:
             assert self._book.ledger.is_empty
 

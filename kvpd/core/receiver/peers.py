@@ -126,7 +126,7 @@ class Peers(Rollback):
             transfer = session.transfers.get(transfer_no)
             if transfer is not None and transfer.state is ReceiverState.ADMITTED:
                 self._book.progressed(transfer, now=now)
-        self._ack(session, message)
+        self._ack(session, message, waiting=session.waiting)
 
     def _cancel_notif(self, session: Session, message: CancelNotif, now: float) -> None:
         self._ack(session, message)

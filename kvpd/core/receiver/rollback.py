@@ -26,6 +26,9 @@ class Rollback(Reading):
         self._timers.clear(("allocation", transfer.id))
         self._timers.clear(("ready", transfer.id))
         self._book.roll_back(transfer, error, fenced=fenced)
+        if session is not None:
+            session.waiting -= before is ReceiverState.QUEUED
+            session.unfenced += transfer.state is ReceiverState.REVOKED
         self._report_of(
             ReportName.TRANSFER_REVOKED,
             transfer,
@@ -61,6 +64,9 @@ class Rollback(Reading):
     def _fence(self, transfer: Transfer, now: float) -> None:
         """No write can land for this revoked transfer any more: its slots are free."""
         count = len(transfer.quarantined)
+        session = self._sessions.numbered(transfer.session_no)
+        assert session is not None
+        session.unfenced -= 1
         self._book.fence(transfer)
         self._gone(transfer, transfer.error)
         self._report_of(ReportName.TRANSFER_FENCED, transfer, slots=count)

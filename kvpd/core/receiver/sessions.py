@@ -8,6 +8,7 @@ does the writing. Time alone never frees a slot.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 import attrs
 
@@ -42,6 +43,8 @@ class Session:
     # How transfers ended that are gone: None is success. Pruned by oldest_live.
     outcomes: dict[int, ErrorInfo | None] = attrs.field(factory=dict)
     revoking: dict[int, int] = attrs.field(factory=dict)  # transfer_no → message_id of the RevokeNotif
+    waiting: int = 0  # transfers that are QUEUED
+    unfenced: int = 0  # transfers that are REVOKED
     worker_destroyed: bool = False
     process_dead: bool = False
     puts_ended: bool = False  # by its process's own word, in a later Hello
@@ -123,6 +126,10 @@ class SessionBook:
     def forget(self, session: Session) -> None:
         """Nothing of a closed session matters any more."""
         del self._by_number[session.number]
+
+    def all(self) -> Iterable[Session]:
+        """Every session, open or closing."""
+        return self._by_number.values()
 
     def numbered(self, number: int) -> Session | None:
         """The session of this number, open or closing."""

@@ -29,6 +29,7 @@ class SenderBase:
         self.staging = tuple(Staging(settings.staging_slots) for _ in range(settings.ranks))  # by rank
         self._peers: dict[str, Peer] = {}
         self._transfers: dict[int, Transfer] = {}
+        self._by_req_id: dict[str, dict[int, Transfer]] = {}  # without empty ones
         self._shares: dict[int, Share] = {}  # of these transfers, by their opens' numbers
         self._joining = Joining(settings.ranks, settings.latecomers_max)
         # Slots that the engine of an ended share may still be filling: their rank and themselves, until it lets go.

@@ -9,7 +9,8 @@ from kvpd.core.messages import Ack, AllocResponse, Message, PeerMessage, RevokeN
 from kvpd.core.sender import events as ev
 from kvpd.core.sender.events import SenderAction, SenderEvent
 from kvpd.core.sender.moving import Moving
-from kvpd.core.sender.records import Peer, PeerState, Transfer
+from kvpd.core.sender.records import Peer, PeerState, PieceState, Transfer
+from kvpd.core.states import SenderState
 from kvpd.errors import ErrorCode, transfer_error
 
 
@@ -28,7 +29,7 @@ class SenderCore(Moving):
             case ev.EngineLetGo(number):
                 self._engine_let_go(number)
             case RequestCancelled(req_id):
-                for transfer in [t for t in self._transfers.values() if t.req_id == req_id]:
+                for transfer in list(self._by_req_id.get(req_id, {}).values()):
                     self._cancel(transfer, transfer_error(ErrorCode.CANCELLED, "cancelled by the prefill engine"))
             case ev.PeerMessageReceived(receiver, message):
                 self._message_received(receiver, message, now)
@@ -107,6 +108,13 @@ class SenderCore(Moving):
             held += [slot for of, slots in self._lingering.values() if of == rank for slot in slots]
             assert len(held) == len(set(held)), "a staging slot has two holders"
             assert len(held) + staging.free_count == staging.total_slots, "staging slots without a holder"
+        assert sum(map(len, self._by_req_id.values())) == len(self._transfers), "transfers without a name"
+        for peer in self._peers.values():
+            transfers = peer.transfers.values()
+            pieces = [(t.number, p) for t in transfers for share in t.shares.values() for p in share.pieces.values()]
+            writing = {number for number, piece in pieces if piece.state is PieceState.WRITING}
+            assert peer.writing.keys() == writing, "heartbeats name others than those with puts in flight"
+            assert peer.waiting <= {t.number for t in transfers if t.state is SenderState.OPENING}
 
     def _engine_spoke(self, event: ev.StageRequested | ev.TransferTouched | ev.CancelRequested, now: float) -> None:
         """About a transfer that is live here; one that has ended was told so already."""

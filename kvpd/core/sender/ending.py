@@ -51,6 +51,7 @@ class Ending(SenderBase):
 
     def _stop_repeating(self, transfer: Transfer) -> None:
         """Nothing that was asked for a transfer matters once it is over. A reply that still comes finds no question."""
+        transfer.peer.waiting.discard(transfer.number)
         for message_id in transfer.unanswered:
             transfer.peer.outbox.answer(message_id)
         transfer.unanswered.clear()
@@ -101,11 +102,24 @@ class Ending(SenderBase):
             del self._shares[share.number]
         del self._transfers[transfer.number]
         del transfer.peer.transfers[transfer.number]
+        same = self._by_req_id[transfer.req_id]
+        del same[transfer.number]
+        if not same:
+            del self._by_req_id[transfer.req_id]
 
     def _drop_piece(self, share: Share, piece: Piece) -> None:
         """Nobody reads or writes the piece's staging slots any more."""
         self.staging[share.rank].give_back(share.transfer.peer.receiver, piece.staging_slots)
         del share.pieces[piece.number]
+        self._note_writing(share.transfer)
+
+    def _note_writing(self, transfer: Transfer) -> None:
+        """A heartbeat names those with puts in flight, and must not search all transfers for them."""
+        pieces = (piece for share in transfer.shares.values() for piece in share.pieces.values())
+        if any(piece.state is PieceState.WRITING for piece in pieces):
+            transfer.peer.writing[transfer.number] = transfer
+        else:
+            transfer.peer.writing.pop(transfer.number, None)
 
     def _engine_let_go(self, number: int) -> None:
         """The engine writes into none of its share's slots any more; the transfer ends for every rank."""

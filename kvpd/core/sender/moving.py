@@ -113,6 +113,7 @@ class Moving(Opening):
         if transfer.state is SenderState.OPENING:
             transfer.move(SenderCause.ADMITTED)
             transfer.admitted_at = now
+            self._wait_no_more(transfer, now)
             self._report_of(ReportName.ADMISSION_GRANTED, transfer, waited_s=now - transfer.opened_at)
         if sent.message.keys:
             self._allocated(transfer, transfer.batches[sent.message.first_chunk], message.remote_indexes, now)
@@ -125,6 +126,14 @@ class Moving(Opening):
                 if stage.batch is batch:
                     stage.asked_at = now
             self._stage_next(share, now)
+
+    def _wait_no_more(self, transfer: Transfer, now: float) -> None:
+        """It is admitted: whatever else was asked for it is answered together with this, or that answer was lost."""
+        peer = transfer.peer
+        peer.waiting.discard(transfer.number)
+        for message_id in transfer.unanswered:
+            peer.outbox.resume(message_id, now=now)
+        self._arm_repeat(peer)
 
     def _is_plausible(self, peer: Peer, request: AllocRequest, message: AllocResponse) -> bool:
         """A wrong index would be a write into somebody else's slot: check every one."""
@@ -241,6 +250,7 @@ class Moving(Opening):
         if piece.puts:
             piece.state = PieceState.WRITING
             peer = transfer.peer
+            self._note_writing(transfer)
             self._actions.append(ev.PostPuts(number, piece_no, peer.endpoint, piece.puts, peer.verify, rank=share.rank))
         else:
             self._acknowledge(share, piece, now)
@@ -258,6 +268,7 @@ class Moving(Opening):
             return
         self.staging[share.rank].give_back(transfer.peer.receiver, piece.staging_slots)
         piece.state = PieceState.ACKING
+        self._note_writing(transfer)
         size = sum(put.length for put in piece.puts)
         transfer.bytes_put += size
         self._report_of(
@@ -288,6 +299,10 @@ class Moving(Opening):
 
     def _answered(self, peer: Peer, message: Ack, now: float) -> None:
         """An Ack for something in the outbox."""
+        asked = peer.outbox.unanswered(message.message_id)
+        if asked is not None and isinstance(asked.message, AllocRequest) and message.error is None:
+            self._must_wait(peer, asked.message, asked.at)
+            return
         sent = peer.outbox.answer(message.message_id)
         self._arm_repeat(peer)
         if sent is None:
@@ -303,12 +318,20 @@ class Moving(Opening):
             self._settle(transfer)
         elif message.error is not None:
             self._cancel(transfer, transfer_error(message.error.code, message.error.detail))
-        elif isinstance(sent.message, WriteDone):
+        else:
+            assert isinstance(sent.message, WriteDone)
             share = transfer.shares[sent.message.rank]
             (piece,) = (p for p in share.pieces.values() if p.first_chunk == sent.message.first_chunk)
             self._acknowledge(share, piece, now)
-        else:
-            self._peer_misbehaved(peer, f"an Ack without an error is no answer to AllocRequest {message.message_id}")
+
+    def _must_wait(self, peer: Peer, request: AllocRequest, sent_at: float) -> None:
+        """The receiver has no room yet. Its answer comes by itself, and a Heartbeat finds out if that was lost."""
+        peer.lease_from = max(peer.lease_from, sent_at)
+        transfer = peer.transfers[request.transfer_no]  # an ended one has no request in the outbox
+        if transfer.state is SenderState.OPENING:  # else an answer has overtaken this
+            peer.waiting.add(transfer.number)
+            peer.outbox.hold_back(request.message_id)
+            self._arm_repeat(peer)
 
     def _acknowledge(self, share: Share, piece: Piece, now: float) -> None:
         del share.pieces[piece.number]

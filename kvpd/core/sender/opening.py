@@ -59,6 +59,7 @@ class Opening(Peers):
             event.transfer_no, event.req_id, peer, event.total_chunks, event.notify, roll, opened_at=now
         )
         self._transfers[transfer.number] = peer.transfers[transfer.number] = transfer
+        self._by_req_id.setdefault(transfer.req_id, {})[transfer.number] = transfer
         self._add_share(transfer, event)
         self._timers.set(("request", transfer.number), now + self.settings.request_timeout_s)
         self._report_of(

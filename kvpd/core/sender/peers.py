@@ -183,8 +183,14 @@ class Peers(Ending):
             self._lose_peer(peer, code, error.detail, error.retry_after_s)
             return
         sent_at = peer.heartbeats.pop(message.message_id, None)
-        if sent_at is not None:
-            peer.lease_from = max(peer.lease_from, sent_at)
+        if sent_at is None:
+            return
+        peer.lease_from = max(peer.lease_from, sent_at)
+        if message.waiting < len(peer.waiting):
+            # What the receiver said before this has arrived by now, or never will: some of its answers were lost.
+            peer.waiting.clear()
+            peer.outbox.repeat_held_back(now=now)
+            self._arm_repeat(peer)
 
     def _revoke_notif(self, peer: Peer, message: RevokeNotif, now: float) -> None:
         transfer = peer.transfers.get(message.transfer_no)
@@ -214,7 +220,7 @@ class Peers(Ending):
         self._lose_peer(peer, ErrorCode.PEER_LOST, detail)
 
     def _heartbeat_due(self, peer: Peer, now: float) -> None:
-        in_flight = tuple((t.number, puts) for t in peer.transfers.values() if (puts := _puts_in_flight(t)))
+        in_flight = tuple((t.number, puts) for t in peer.writing.values() if (puts := _puts_in_flight(t)))
         message = Heartbeat(
             self.settings.incarnation,
             peer.incarnation,

@@ -49,6 +49,8 @@ class Peer:
     lease_from: float = 0.0
     heartbeats: dict[int, float] = attrs.field(factory=dict)  # message_id → sent at, unanswered
     transfers: dict[int, Transfer] = attrs.field(factory=dict)  # by number, which grows: the first is the oldest
+    waiting: set[int] = attrs.field(factory=set)  # transfers that the receiver has said to wait for room there
+    writing: dict[int, Transfer] = attrs.field(factory=dict)  # those with puts in flight
 
     @property
     def heartbeat_s(self) -> float:

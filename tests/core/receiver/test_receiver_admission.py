@@ -18,7 +18,7 @@ def test_a_request_that_does_not_fit_whole_holds_nothing() -> None:
     world = ReceiverWorld(slots=4)
     a, b = world.connect("a"), world.connect("b")
     a.alloc(1, 3)
-    assert b.alloc(1, 2) == []
+    assert b.alloc(1, 2) == [b.ack()]
     assert world.core.counts == PoolCounts(free=1, reserved=3, writing=0, ready=0, quarantined=0)
     assert world.core.queue_depth == 1
 
@@ -53,9 +53,9 @@ def test_batches_of_a_queued_transfer_are_kept_and_answered_together_on_admissio
     world = ReceiverWorld(slots=4)
     a, b = world.connect("a"), world.connect("b")
     a.complete(1, keys(1, 2, 3, 4))
-    assert b.alloc(1, 3) == []
-    assert b.alloc(1, 3, keys(5, 6), open_=False) == []
-    assert b.alloc(1, 3, keys(7), first=2, open_=False, last=True) == []
+    assert b.alloc(1, 3) == [b.ack()]
+    assert b.alloc(1, 3, keys(5, 6), open_=False) == [b.ack()]
+    assert b.alloc(1, 3, keys(7), first=2, open_=False, last=True) == [b.ack()]
     world.claim("req-1", sender="a")
     assert world.release() == [
         ev.AnnounceTransfer(ev.Outcome.RELEASED, a.id(1), "req-1", 4),
@@ -82,7 +82,7 @@ def test_releasing_a_request_unblocks_the_next_in_line() -> None:
     world = ReceiverWorld(slots=2)
     a, b = world.connect("a"), world.connect("b")
     a.complete(1, keys(1, 2))
-    assert b.alloc(1, 2, req_id="b") == []
+    assert b.alloc(1, 2, req_id="b") == [b.ack()]
     world.claim("req-1")
     assert world.release() == [ev.AnnounceTransfer(ev.Outcome.RELEASED, a.id(1), "req-1", 2), b.placed(1)]
 
@@ -92,7 +92,7 @@ def test_finished_but_unread_chunks_stay_charged() -> None:
     world = ReceiverWorld(slots=2)
     a, b = world.connect("a"), world.connect("b")
     a.complete(1, keys(1, 2))
-    assert b.alloc(1, 1, req_id="b") == []
+    assert b.alloc(1, 1, req_id="b") == [b.ack()]
     assert world.core.counts.ready == 2
 
 
@@ -101,8 +101,8 @@ def test_small_requests_do_not_overtake_a_large_one() -> None:
     world = ReceiverWorld(slots=4)
     p = world.connect()
     p.alloc(1, 2)
-    assert p.alloc(2, 4) == []
-    assert p.alloc(3, 1) == []
+    assert p.alloc(2, 4) == [p.ack()]
+    assert p.alloc(3, 1) == [p.ack()]
     assert p.cancel(1) == [
         p.ack(),
         p.failed(1, 2, ErrorCode.CANCELLED, "cancelled by the sender"),

@@ -9,6 +9,7 @@ from receiver_world import ReceiverWorld, refusal_of
 
 from kvpd.core.events import DrainRequested, ReportName
 from kvpd.core.messages import (
+    PROTOCOL_VERSION,
     Ack,
     AllocResponse,
     ErrorInfo,
@@ -36,7 +37,7 @@ def test_a_hello_opens_a_worker_of_its_own_and_is_welcomed_with_its_regions() ->
         q.incarnation,
         RECEIVER_INCARNATION,
         q.last_id,
-        protocol_version=1,
+        protocol_version=PROTOCOL_VERSION,
         receiver_id="decode-0",
         total_chunks=4,
         chunk_bytes=CHUNK,
@@ -62,7 +63,7 @@ def test_a_repeated_hello_before_the_worker_exists_opens_no_second_one() -> None
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"protocol_version": 2}, ErrorCode.PROTOCOL_VERSION),
+        ({"protocol_version": 1}, ErrorCode.PROTOCOL_VERSION),
         ({"chunk_bytes": CHUNK + 1}, ErrorCode.LAYOUT_MISMATCH),
         ({"layout": "fp8"}, ErrorCode.LAYOUT_MISMATCH),
         ({"sender_id": ""}, ErrorCode.PROTOCOL_ERROR),

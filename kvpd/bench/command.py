@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -35,6 +36,7 @@ SUBCOMMANDS: Final[tuple[Subcommand, ...]] = (
     stall.SUBCOMMAND,
 )
 _WIDTH: Final = 140
+_FOLDER_BYTES_MAX: Final = 80  # sockets in it have names of up to 20 bytes, and Unix a limit of 107
 
 
 @attrs.frozen(kw_only=True)
@@ -174,6 +176,9 @@ def _run_all(work: Sequence[tuple[Subcommand, Mapping[str, Any]]], common: _Comm
         console.print(line, highlight=False, markup=False)
     runs = []
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvpd-bench-") as folder:
+        if len(os.fsencode(folder)) > _FOLDER_BYTES_MAX:
+            limit = f"{_FOLDER_BYTES_MAX} bytes of path are allowed, because it holds Unix sockets"
+            raise click.UsageError(f"the temporary folder {folder} is too deep: {limit}; set TMPDIR to a shorter one")
         for subcommand, arguments in work:
             run = _run(subcommand, arguments, common, Path(folder))
             for table in run.result.tables():

@@ -115,14 +115,17 @@ def test_a_daemon_that_cannot_start_says_why() -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_however_it_ends_no_process_is_left(number: signal.Signals, status: int, tmp_path: Path) -> None:
+def test_however_it_ends_no_process_is_left(
+    number: signal.Signals, status: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Daemons that went on would spoil the next measurement, and hold gigabytes."""
+    folder = tmp_path_factory.mktemp("b")  # short: it will hold Unix sockets
     process = subprocess.Popen(
         command("idle", "--seconds", "100"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(folder)},
     )
     with process:
         assert process.stderr is not None
@@ -136,7 +139,18 @@ def test_however_it_ends_no_process_is_left(number: signal.Signals, status: int,
             assert select.select([pidfd], [], [], DEADLINE_S)[0], "a daemon goes on"
             os.close(pidfd)
     if number is not signal.SIGKILL:
-        assert list(tmp_path.iterdir()) == []
+        assert list(folder.iterdir()) == []
+
+
+def test_a_temporary_folder_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
+    """The kernel's limit is 107 bytes, and its error does not say of what."""
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    done = subprocess.run(
+        command("idle"), env={**os.environ, "TMPDIR": str(deep)}, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 2
+    assert "set TMPDIR to a shorter one" in done.stderr
 
 
 def daemons(fleet: Fleet) -> tuple[Daemon, Daemon]:

@@ -7,6 +7,7 @@ processes of both environments: numpy and the standard library only.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import struct
@@ -52,9 +53,12 @@ class Buffer:
         return self.array[slot * chunk_bytes : (slot + 1) * chunk_bytes]
 
 
+@functools.lru_cache(maxsize=1)
 def pattern(length: int) -> Bytes:
-    """Random bytes, the same ones in every process."""
-    return np.random.default_rng(_SEED).integers(0, 256, length, dtype=np.uint8)
+    """Random bytes, the same ones in every process; read-only."""
+    drawn = np.random.default_rng(_SEED).integers(0, 256, length, dtype=np.uint8)
+    drawn.flags.writeable = False
+    return drawn
 
 
 def stamp(chunk: memoryview | Bytes, number: int) -> None:

@@ -35,12 +35,13 @@ class Job:
 def run_source(source: Source, job: Job, commands: int) -> float:
     """Move all of them; when it began, by the monotonic clock that all processes of a host share."""
     source.prepare(job.chunk_bytes)
+    source.buffer.fill()  # an earlier job's stamps are in the middle of this one's chunks
     began = time.monotonic()
     asked = ended = 0
     writes: deque[tuple[int, Any]] = deque()
     while ended < job.requests:
         # A request's slots here are free once the one that used them before has ended.
-        while asked < job.requests and asked - ended < job.depth:
+        while asked < min(job.requests, ended + job.depth):
             source.tell(b"ask %d" % asked)
             asked += 1
         for words in source.heard():
@@ -53,7 +54,7 @@ def run_source(source: Source, job: Job, commands: int) -> float:
             request, _ = writes.popleft()
             if not source.has_notice:
                 source.tell(b"landed %d" % request)
-        if not writes and ended < job.requests:
+        if not writes and asked == min(job.requests, ended + job.depth) and ended < job.requests:
             source.wait(commands)
     return began
 

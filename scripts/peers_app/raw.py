@@ -28,9 +28,14 @@ class Environment:
     peers_python: Path
     native: Path  # libraries that the peers need and the system lacks
 
+    @staticmethod
+    def ours(*arguments: str) -> list[str | Path]:
+        """A command line of this program's in kvpd's own environment."""
+        return [Path(sys.executable), "-m", *arguments]
+
     def command(self, ours: bool, *arguments: str) -> list[str | Path]:
         """A command line of this program's in one of the environments."""
-        return [Path(sys.executable) if ours else self.peers_python, "-m", *arguments]
+        return self.ours(*arguments) if ours else [self.peers_python, "-m", *arguments]
 
     def variables(self, ours: bool) -> dict[str, str]:
         """What to add to a process's environment."""

@@ -1,0 +1,140 @@
+"""The full job, or the nearest to it that each system can do: requests of several chunks, from engine to engine.
+
+Time runs from the first request's beginning at the source to the last one's being read at the sink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from peers_app.children import Child
+from peers_app.daemons import Daemon
+from peers_app.figures import Pass
+from peers_app.pipeline import Job
+from peers_app.raw import SYSTEMS, Environment, System, open_pair
+from peers_app.sizes import Sizes
+
+_JOB_S: Final = 60.0
+_START_S: Final = 60.0
+
+KVPD: Final = "kvpd"
+KVPD_IN_PLACE: Final = "kvpd, no engine copies"
+
+JOB_SYSTEMS: Final = (
+    System(KVPD, "kvpd", "cma", ours=True),
+    System(KVPD_IN_PLACE, "kvpd", "cma", ours=True),
+    *(one for one in SYSTEMS if one.path == "cma" and one.module.startswith("nixl")),
+    System(KVPD, "kvpd", "tcp", ours=True),
+    System(KVPD_IN_PLACE, "kvpd", "tcp", ours=True),
+    *(one for one in SYSTEMS if one.path == "tcp" and one.module != "ucx"),
+)
+
+# What each does of the job, and what it leaves to whoever uses it.
+WHAT_IT_DOES: Final = (
+    (KVPD, "daemons of their own", "whole-request, first come, first served", "both sides", "yes", "yes"),
+    (KVPD_IN_PLACE, "daemons of their own", "whole-request, first come, first served", "none", "yes", "yes"),
+    ("NIXL", "inside the engines", "the benchmark's own, in order of asking", "none", "its own notification", "no"),
+    ("Mooncake", "inside the engines", "the benchmark's own, in order of asking", "none", "the benchmark's, TCP", "no"),
+    ("TCP socket", "inside the engines", "the benchmark's own, in order of asking", "none", "in the stream", "no"),
+)
+WHAT_IT_DOES_COLUMNS: Final = (
+    "system",
+    "runs",
+    "room at the sink",
+    "copies besides the transfer",
+    "told that all has landed",
+    "cancel, dead peers, fences",
+)
+
+
+def job_of(sizes: Sizes, chunk_bytes: int) -> Job:
+    """The job for one chunk size."""
+    return Job(sizes.job_requests(chunk_bytes), sizes.job_chunks, chunk_bytes, sizes.job_depth)
+
+
+def measure_job(system: System, environment: Environment, sizes: Sizes) -> Iterator[Pass]:
+    """One job for every chunk size, each after a short one that nobody measures, each verified."""
+    if system.module == "kvpd":
+        for chunk_bytes in sizes.chunk_bytes:
+            yield _measure_kvpd(system, job_of(sizes, chunk_bytes))
+    else:
+        with open_pair(system, environment, sizes.buffer_bytes) as pair:
+            assert pair.sink is not None
+            for chunk_bytes in sizes.chunk_bytes:
+                job = job_of(sizes, chunk_bytes)
+                _run_pipeline(pair.source, pair.sink, attrs.evolve(job, requests=2 * job.depth))
+                pair.sink.ask(_JOB_S, do="poison")
+                cpu_s = pair.cpu_s()
+                seconds = _run_pipeline(pair.source, pair.sink, job)
+                cpu_s = pair.cpu_s() - cpu_s
+                equal = pair.sink.ask(_JOB_S, do="check_job")["equal"]
+                yield _pass_of(system, job, seconds, cpu_s, equal)
+
+
+def _run_pipeline(source: Child, sink: Child, job: Job) -> float:
+    words = attrs.asdict(job)
+    sink.ask(_JOB_S, do="job", job=words)
+    began = source.ask(_JOB_S, do="job", job=words)["began"]
+    return float(sink.answer(_JOB_S)["ended"] - began)
+
+
+def _measure_kvpd(system: System, job: Job) -> Pass:
+    copies = system.name == KVPD
+    with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder, _open_site(system, job, Path(folder)) as site:
+        warm_up = attrs.evolve(job, requests=4 * job.depth)
+        site.run(warm_up, copies=True, first=0)  # with copies: every slot holds the pattern after it
+        cpu_s = site.cpu_s()
+        seconds, equal = site.run(job, copies=copies, first=warm_up.requests)
+        return _pass_of(system, job, seconds, site.cpu_s() - cpu_s, equal)
+
+
+def _pass_of(system: System, job: Job, seconds: float, cpu_s: float, equal: bool) -> Pass:
+    moved = job.requests * job.chunks * job.chunk_bytes
+    return Pass(system.name, system.path, job.chunk_bytes, moved, seconds, cpu_s, equal)
+
+
+@attrs.frozen
+class _Site:
+    """Two daemons and two engines."""
+
+    receiver: Daemon
+    sender: Daemon
+    prefill: Child
+    decode: Child
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all four so far."""
+        return sum(one.cpu_s() for one in (self.receiver, self.sender, self.prefill, self.decode))
+
+    def run(self, job: Job, *, copies: bool, first: int) -> tuple[float, bool]:
+        """How long it took, and whether all bytes were right."""
+        words: dict[str, Any] = {"job": attrs.asdict(job), "copies": copies, "first": first}
+        self.decode.say(**words)
+        began = self.prefill.ask(_JOB_S, **words, receiver=self.receiver.address)["began"]
+        answer = self.decode.answer(_JOB_S)
+        return answer["ended"] - began, answer["equal"]
+
+
+@contextlib.contextmanager
+def _open_site(system: System, job: Job, folder: Path) -> Iterator[_Site]:
+    # Room for the requests under way and for as many that are being read.
+    slots = 2 * job.depth * job.chunks
+    common = {"chunk_bytes": job.chunk_bytes, "ucx_tls": system.tls}
+    buffers = {"buffer_size": slots * job.chunk_bytes, "control_address": "127.0.0.1:0", **common}
+    staging = {"staging_size": job.depth * job.chunks * job.chunk_bytes, "notify_proxy": "false", **common}
+    with contextlib.ExitStack() as stack:
+        starting = Daemon("receiver", folder, buffers), Daemon("sender", folder, staging)
+        receiver, sender = (stack.enter_context(daemon) for daemon in starting)
+        engines = [
+            Child(f"{role} engine", Environment.ours("peers_app.engine", role, str(daemon.socket)))
+            for role, daemon in (("prefill", sender), ("decode", receiver))
+        ]
+        for engine in engines:
+            stack.enter_context(engine).answer(_START_S)
+        yield _Site(receiver, sender, *engines)

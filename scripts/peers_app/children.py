@@ -5,6 +5,7 @@ Every question has a deadline. A child that is late, or ends by itself, is a Chi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -103,10 +104,8 @@ class Child:
     ) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it is gone already
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # it is gone already
         try:
             self._process.wait(_END_S if kind is None else 0)
         except subprocess.TimeoutExpired:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,25 +27,19 @@ class Daemon:
         self.socket = folder / f"{self.name}.sock"
         values = {"name": self.name, "engine_socket": self.socket, **settings}
         flags = [part for key, value in values.items() for part in ("--set", f"{role}.{key}={value}")]
-        command = [sys.executable, "-m", "kvpd", "serve", role, *flags]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=child_environment({})
-        )
-        self._ready = threading.Event()
+        # Into a file, not a pipe: a reader in this process would take CPU from whoever measures.
+        self._log_path = folder / f"{self.name}.log"
+        self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notices.bind(str(folder / f"{self.name}.notify"))
+        self._notices.settimeout(_READY_S)
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvpd", "serve", role, *flags],
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                env=child_environment({"NOTIFY_SOCKET": str(folder / f"{self.name}.notify")}),
+            )
         self._fields: dict[str, Any] = {}
-        self._tail: list[bytes] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if not self._ready.is_set():
-                self._tail.append(line)
-                if b'"ready"' in line:
-                    self._fields = json.loads(line)
-                    self._ready.set()
-        self._ready.set()  # it ended; whoever waits finds no fields
 
     @property
     def pid(self) -> int:
@@ -76,10 +70,16 @@ class Daemon:
         self._process.wait(_END_S)
 
     def __enter__(self) -> Self:
-        if not self._ready.wait(_READY_S) or not self._fields:
-            text = b"".join(self._tail[-20:]).decode(errors="replace")
+        try:
+            notice = self._notices.recv(4096)
+            while b"READY=1" not in notice:
+                notice = self._notices.recv(4096)
+        except TimeoutError:
+            text = self._log_path.read_text()[-2000:]
             self.__exit__(None, None, None)
-            raise ChildFailed(f"kvpd's {self.name} does not become ready:\n{text}")
+            raise ChildFailed(f"kvpd's {self.name} does not become ready:\n{text}") from None
+        lines = map(json.loads, self._log_path.read_bytes().splitlines())
+        self._fields = next(fields for fields in lines if fields["message"] == "ready")
         return self
 
     def __exit__(
@@ -87,6 +87,4 @@ class Daemon:
     ) -> None:
         if self._process.poll() is None:
             self.kill()
-        self._reader.join(_END_S)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self._notices.close()

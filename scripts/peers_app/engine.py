@@ -66,11 +66,13 @@ class Prefill:
 
     def _send(self, what: KvpdJob, worker: int, number: int) -> None:
         job = what.job
-        with self._link.open(str(number), receiver=what.receiver, total_chunks=job.chunks, timeout=_CLAIM_S) as transfer:
-            with transfer.stage(what.keys(number), last=True) as slots:
-                for position, slot in enumerate(slots):
-                    assert slot is not None, "nothing of this was sent before"
-                    self._fill(what, slot, worker * job.chunks + position, number)
+        with (
+            self._link.open(str(number), receiver=what.receiver, total_chunks=job.chunks, timeout=_CLAIM_S) as transfer,
+            transfer.stage(what.keys(number), last=True) as slots,
+        ):
+            for position, slot in enumerate(slots):
+                assert slot is not None, "nothing of this was sent before"
+                self._fill(what, slot, worker * job.chunks + position, number)
 
     def _fill(self, what: KvpdJob, slot: Slot, local: int, number: int) -> None:
         if what.copies:
@@ -149,7 +151,9 @@ def main() -> None:
     role, path = sys.argv[1:3]
     commands = Commands()
     engine: Prefill | Decode
-    engine = Prefill(kvpd.client.connect_sender(path)) if role == "prefill" else Decode(kvpd.client.connect_receiver(path))
+    engine = (
+        Prefill(kvpd.client.connect_sender(path)) if role == "prefill" else Decode(kvpd.client.connect_receiver(path))
+    )
     commands.reply(attached=True)
     while True:
         words = commands.next()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -95,11 +94,6 @@ def goodput_table(
 
 def _goodput_cell(median: Pass | None, reference: Pass | None) -> str:
     if median is None:
-        return "–"
+        return "not measured"
     ratio = f" ({median.gb_s / reference.gb_s:.2f})" if reference is not None else ""
     return f"{median.gb_s:.2f}{ratio}, {median.cpu_s_per_gb:.2f} s"
-
-
-def spread(values: Sequence[float]) -> str:
-    """A median and what it lies between."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"

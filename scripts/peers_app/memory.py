@@ -18,6 +18,8 @@ import numpy as np
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 MemoryKind = Literal["anonymous", "memfd"]
 
+AnyBytes = memoryview | Bytes
+
 _STAMP = struct.Struct("<q")
 _SEED = 20_260
 _POISON = 0xA5
@@ -61,19 +63,21 @@ def pattern(length: int) -> Bytes:
     return drawn
 
 
-def stamp(chunk: memoryview | Bytes, number: int) -> None:
+def stamp(chunk: AnyBytes, number: int) -> None:
     """Write a number at both ends of a chunk: it tells this content from the same slot's last one."""
-    _STAMP.pack_into(chunk, 0, number)
-    _STAMP.pack_into(chunk, len(chunk) - _STAMP.size, number)
+    view = chunk if isinstance(chunk, memoryview) else chunk.data
+    _STAMP.pack_into(view, 0, number)
+    _STAMP.pack_into(view, view.nbytes - _STAMP.size, number)
 
 
-def check_stamp(chunk: memoryview | Bytes, number: int) -> None:
+def check_stamp(chunk: AnyBytes, number: int) -> None:
     """Raises AssertionError where either end of a chunk is another's, or nobody's."""
-    ends = (_STAMP.unpack_from(chunk, 0)[0], _STAMP.unpack_from(chunk, len(chunk) - _STAMP.size)[0])
+    view = chunk if isinstance(chunk, memoryview) else chunk.data
+    ends = (_STAMP.unpack_from(view, 0)[0], _STAMP.unpack_from(view, view.nbytes - _STAMP.size)[0])
     assert ends == (number, number), f"a chunk of number {number} is stamped {ends}"
 
 
-def is_equal_between_stamps(chunk: memoryview | Bytes, expected: memoryview | Bytes) -> bool:
+def is_equal_between_stamps(chunk: AnyBytes, expected: AnyBytes) -> bool:
     """Whether two chunks are the same but for their stamps."""
     inner = slice(_STAMP.size, -_STAMP.size)
     return np.array_equal(np.frombuffer(chunk, np.uint8)[inner], np.frombuffer(expected, np.uint8)[inner])

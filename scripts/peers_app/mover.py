@@ -5,10 +5,11 @@ It tells its address first and then does as the conductor says. `ready` names th
 
 from __future__ import annotations
 
+import importlib
 import select
 import sys
 import time
-from typing import Any
+from typing import Final
 
 import numpy as np
 
@@ -17,35 +18,22 @@ from peers_app.memory import Buffer, MemoryKind, pattern
 from peers_app.movers.base import End, Sink, Source
 from peers_app.pipeline import Job, SinkRun, run_source
 
+# Which module of `peers_app.movers` has a system's two ends.
+_MODULES: Final = {
+    "memcpy": "copies",
+    "ucx": "ucx",
+    "nixl": "nixl",
+    "nixl-nothread": "nixl",
+    "mooncake": "mooncake",
+    "socket": "sockets",
+}
+
 
 def make_end(system: str, role: str, tls: str, buffer: Buffer) -> End:
-    """An end of that system. Each system's module is imported only where it is asked for: environments differ."""
-    ends: dict[str, type[Any]]
-    match system:
-        case "memcpy":
-            from peers_app.movers.copies import CopySource
-
-            return CopySource(buffer)
-        case "ucx":
-            from peers_app.movers.ucx import UcxSink, UcxSource
-
-            return UcxSource(buffer, tls) if role == "source" else UcxSink(buffer, tls)
-        case "nixl" | "nixl-nothread":
-            from peers_app.movers.nixl import NixlSink, NixlSource
-
-            ends = {"source": NixlSource, "sink": NixlSink}
-            end: End = ends[role](buffer, has_thread=system == "nixl")
-            return end
-        case "mooncake":
-            from peers_app.movers.mooncake import MooncakeSink, MooncakeSource
-
-            return MooncakeSource(buffer) if role == "source" else MooncakeSink(buffer)
-        case "socket":
-            from peers_app.movers.sockets import SocketSink, SocketSource
-
-            return SocketSource(buffer) if role == "source" else SocketSink(buffer)
-        case _:
-            raise SystemExit(f"no system is called {system!r}")
+    """An end of that system. Only its own module is imported: the environments do not have them all."""
+    module = importlib.import_module(f"peers_app.movers.{_MODULES[system]}")
+    end: End = module.make_end(system, role, tls, buffer)
+    return end
 
 
 class Mover:

@@ -47,9 +47,6 @@ class End(abc.ABC):
         """Until something was said, here or by the conductor on the descriptor `commands`, or need be looked at."""
         select.select([commands], [], [])
 
-    def close(self) -> None:
-        """Let go."""
-
 
 class Source(End):
     """The side that writes."""

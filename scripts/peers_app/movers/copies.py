@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from peers_app.memory import Buffer
-from peers_app.movers.base import Address, Chunks, Source
+from peers_app.movers.base import Address, Chunks, End, Source
 
 
 class CopySource(Source):
@@ -32,3 +32,8 @@ class CopySource(Source):
 
     def is_done(self, write: Any) -> bool:
         return True
+
+
+def make_end(system: str, role: str, tls: str, buffer: Buffer) -> End:
+    """See `peers_app.mover`."""
+    return CopySource(buffer)

@@ -35,7 +35,8 @@ class LineEnd(End):
         return lines
 
     def wait(self, commands: int) -> None:
-        select.select([commands, *self.watched()], [], [])
+        watched: list[socket.socket | int] = [commands, *self.watched()]
+        select.select(watched, [], [])
 
     def watched(self) -> list[socket.socket]:
         """The sockets that end a wait when something comes."""

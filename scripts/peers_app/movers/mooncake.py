@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from peers_app.memory import Buffer
-from peers_app.movers.base import Address, Chunks, Sink, Source
+from peers_app.movers.base import Address, Chunks, End, Sink, Source
 from peers_app.movers.lines import LineEnd, ListeningEnd
 
 
@@ -61,3 +61,8 @@ class MooncakeSink(ListeningEnd, Sink):
         self._engine = _make_engine(buffer)
         segment = f"127.0.0.1:{self._engine.get_rpc_port()}"
         self.address |= {"segment": segment, "base": buffer.address, "length": buffer.length}
+
+
+def make_end(system: str, role: str, tls: str, buffer: Buffer) -> End:
+    """See `peers_app.mover`."""
+    return MooncakeSource(buffer) if role == "source" else MooncakeSink(buffer)

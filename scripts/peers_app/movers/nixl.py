@@ -126,3 +126,11 @@ class NixlSink(_NixlEnd, Sink):
     def heard(self) -> list[bytes]:
         early, self._early = self._early, []
         return early + super().heard()
+
+
+def make_end(system: str, role: str, tls: str, buffer: Buffer) -> End:
+    """See `peers_app.mover`. UCX takes its transports from the environment."""
+    has_thread = system == "nixl"
+    if role == "source":
+        return NixlSource(buffer, has_thread=has_thread)
+    return NixlSink(buffer, has_thread=has_thread)

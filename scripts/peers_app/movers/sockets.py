@@ -12,7 +12,7 @@ import struct
 from typing import Any, Final
 
 from peers_app.memory import Buffer
-from peers_app.movers.base import Address, Chunks, Sink, Source
+from peers_app.movers.base import Address, Chunks, End, Sink, Source
 from peers_app.movers.lines import LineEnd, ListeningEnd
 
 _HEADER = struct.Struct("<qq")  # a slot and a chunk's length; or _NOTICE and the length of a notice
@@ -94,3 +94,8 @@ def _receive(connection: socket.socket, view: memoryview) -> bool:
             return False
         view = view[length:]
     return True
+
+
+def make_end(system: str, role: str, tls: str, buffer: Buffer) -> End:
+    """See `peers_app.mover`."""
+    return SocketSource(buffer) if role == "source" else SocketSink(buffer)

@@ -99,3 +99,8 @@ class UcxSink(_UcxEnd, Sink):
             "length": target.length,
             "rkey": target.rkey.hex(),
         }
+
+
+def make_end(system: str, role: str, tls: str, buffer: Buffer) -> End:
+    """See `peers_app.mover`."""
+    return UcxSource(buffer, tls) if role == "source" else UcxSink(buffer, tls)

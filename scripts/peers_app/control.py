@@ -173,7 +173,7 @@ class _WakeUps:
 # ------------------------------------------------------------------ waiting
 
 
-def measure_waiting(system: str, environment: Environment, waiters: int, sizes: Sizes) -> Figures:
+def measure_waiting(system: str, environment: Environment, sizes: Sizes, waiters: int) -> Figures:
     """CPU that a receiver burns, as a share of a core, while so many requests wait and nothing happens."""
     with _open_peer(system, environment, _WAITER_CHUNKS) as (receiver, peer):
         peer.open(1, _WAITER_CHUNKS)

@@ -32,9 +32,10 @@ class Daemon:
         self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notices.bind(str(folder / f"{self.name}.notify"))
         self._notices.settimeout(_READY_S)
+        self._addresses = addresses = folder / f"{self.name}.addresses"
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvpd", "serve", role, *flags],
+                [sys.executable, "-m", "kvpd", "serve", role, "--address-file", addresses, *flags],
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 env=child_environment({"NOTIFY_SOCKET": str(folder / f"{self.name}.notify")}),
@@ -78,8 +79,7 @@ class Daemon:
             text = self._log_path.read_text()[-2000:]
             self.__exit__(None, None, None)
             raise ChildFailed(f"kvpd's {self.name} does not become ready:\n{text}") from None
-        lines = map(json.loads, self._log_path.read_bytes().splitlines())
-        self._fields = next(fields for fields in lines if fields["message"] == "ready")
+        self._fields = json.loads(self._addresses.read_bytes())
         return self
 
     def __exit__(

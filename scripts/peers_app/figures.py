@@ -72,10 +72,8 @@ def systems_of(passes: Iterable[Pass]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((one.system, one.path) for one in passes))
 
 
-def goodput_table(
-    title: str, passes: Sequence[Pass], chunk_names: dict[int, str], base: tuple[str, str], note: str = ""
-) -> Table:
-    """GB/s (and CPU seconds per GB) per system and chunk size, medians; the ratio is to `base` at the same size."""
+def goodput_table(title: str, passes: Sequence[Pass], chunk_names: dict[int, str], base: str, note: str = "") -> Table:
+    """GB/s (and CPU seconds per GB) per system and chunk size, medians; ratios are to `base`, same path, same size."""
     columns = ["system", "path", *(f"{name}" for name in chunk_names.values()), "bytes"]
     rows = []
     for system, path in systems_of(passes):
@@ -84,7 +82,7 @@ def goodput_table(
         for chunk_bytes in chunk_names:
             median = median_of(one for one in mine if one.chunk_bytes == chunk_bytes)
             reference = median_of(
-                one for one in passes if (one.system, one.path) == base and one.chunk_bytes == chunk_bytes
+                one for one in passes if (one.system, one.path) == (base, path) and one.chunk_bytes == chunk_bytes
             )
             cells.append(_goodput_cell(median, reference))
         cells.append("verified" if all(one.verified for one in mine) else "WRONG BYTES")

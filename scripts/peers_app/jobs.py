@@ -20,7 +20,7 @@ from peers_app.pipeline import Job
 from peers_app.raw import SYSTEMS, Environment, System, open_pair
 from peers_app.sizes import Sizes
 
-_JOB_S: Final = 60.0
+_JOB_S: Final = 180.0
 _START_S: Final = 60.0
 
 KVPD: Final = "kvpd"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -136,10 +136,8 @@ def measure_raw(system: System, environment: Environment, sizes: Sizes) -> Itera
             yield Pass(system.name, system.path, chunk_bytes, count * chunk_bytes, seconds, cpu_s, equal)
 
 
-def in_turns(
-    systems: tuple[System, ...], rounds: int, measure: Callable[[System], Iterator[Pass]]
-) -> Iterator[tuple[int, System, Iterator[Pass]]]:
+def in_turns(systems: Sequence[System], rounds: int) -> Iterator[tuple[int, System]]:
     """Every system once a round; every other round backwards, so that no system always follows the same one."""
     for number in range(rounds):
         for system in systems if number % 2 == 0 else reversed(systems):
-            yield number, system, measure(system)
+            yield number, system

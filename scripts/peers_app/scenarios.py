@@ -36,14 +36,12 @@ class Outcome:
 
 
 @attrs.frozen
-class Scenario:
-    """A story: what it is about, with how many chunks of room, and who sends."""
+class Story:
+    """What it is about, and how it is played: on a system, with processes of its own."""
 
     name: str
     question: str
-    chunks: int
-    senders: tuple[str, ...]
-    play: Callable[[Site, float], Outcome]
+    play: Callable[[str, Environment, Sizes], Outcome]
 
 
 def _reached(site: Site, sender: str, req_id: str) -> None:
@@ -118,47 +116,20 @@ def cancelled_while_waiting(site: Site, limit_s: float) -> Outcome:
     return Outcome(after.ok and not announced, f"{heard}; {after.text}")
 
 
-SCENARIOS: Final = (
-    Scenario(
-        "one sender, two requests",
-        "C holds 6 of 10 chunks and is half sent, A waits for 5, then comes the rest of C: do both complete?",
-        10,
-        ("one",),
-        one_sender_two_requests,
-    ),
-    Scenario(
-        "a sender dies",
-        "it held 8 of 10 chunks; is another's request of 8 admitted?",
-        10,
-        ("one", "two"),
-        dead_sender,
-    ),
-    Scenario(
-        "one req_id from two proxies",
-        "both are admitted, sent and read; can the whole buffer be given after that?",
-        8,
-        ("one", "two", "three"),
-        one_name_twice,
-    ),
-    Scenario(
-        "cancelled while waiting",
-        "it must not be announced; can the whole buffer be given after that?",
-        8,
-        ("one", "two"),
-        cancelled_while_waiting,
-    ),
-)
-STARVATION: Final = "small requests overtake a large one"
-STARVATION_QUESTION: Final = "one request for all 10 chunks waits, small ones of 4 keep coming: when is it admitted?"
+Act = Callable[[Site, float], Outcome]
 
 
-def play(scenario: Scenario, system: str, environment: Environment, sizes: Sizes) -> Outcome:
-    """One story, with processes of its own."""
-    with open_site(system, environment, scenario.chunks, scenario.senders) as site:
-        return scenario.play(site, sizes.scenario_s)
+def _staged(act: Act, chunks: int, senders: tuple[str, ...]) -> Callable[[str, Environment, Sizes], Outcome]:
+    """Play `act` on a site with so many chunks of room and these senders."""
+
+    def play(system: str, environment: Environment, sizes: Sizes) -> Outcome:
+        with open_site(system, environment, chunks, senders) as site:
+            return act(site, sizes.scenario_s)
+
+    return play
 
 
-def play_starvation(system: str, environment: Environment, sizes: Sizes) -> Outcome:
+def _play_starvation(system: str, environment: Environment, sizes: Sizes) -> Outcome:
     """Small requests, each asked for before the one before it ends, after a large one has begun to wait."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -197,3 +168,32 @@ def _is_granted(peer: Peer) -> bool:
         if kind := peer.receive_one():
             return kind == "granted"
     return False
+
+
+STORIES: Final = (
+    Story(
+        "one sender, two requests",
+        "C holds 6 of 10 chunks and is half sent, A waits for 5, then comes the rest of C; do both complete?",
+        _staged(one_sender_two_requests, 10, ("one",)),
+    ),
+    Story(
+        "a sender dies",
+        "it held 8 of 10 chunks; is another's request of 8 admitted?",
+        _staged(dead_sender, 10, ("one", "two")),
+    ),
+    Story(
+        "one req_id from two proxies",
+        "both are admitted, sent and read; can the whole buffer be given after that?",
+        _staged(one_name_twice, 8, ("one", "two", "three")),
+    ),
+    Story(
+        "cancelled while waiting",
+        "it must not be announced; can the whole buffer be given after that?",
+        _staged(cancelled_while_waiting, 8, ("one", "two")),
+    ),
+    Story(
+        "small requests overtake a large one",
+        "it waits for all 10 chunks while ones of 4 keep coming; when is it admitted?",
+        _play_starvation,
+    ),
+)

@@ -25,6 +25,7 @@ class Sizes:
     alloc_outstanding: int
     waiters: int
     wake_ups: int
+    idle_waiters: tuple[int, ...]  # how many wait while CPU is measured
     idle_s: float
     scenario_s: float  # what each scenario may take until it counts as stuck
     small_requests: int  # that come after the large one in the scenario of starvation
@@ -45,7 +46,7 @@ class Sizes:
 FULL: Final = Sizes(
     rounds=5,
     buffer_bytes=256 * MIB,
-    pass_bytes=1024 * MIB,
+    pass_bytes=512 * MIB,
     chunk_bytes=(256 * KIB, MIB, 8 * MIB, 32 * MIB),
     in_flight=8,
     job_chunks=4,
@@ -54,6 +55,7 @@ FULL: Final = Sizes(
     alloc_outstanding=64,
     waiters=100,
     wake_ups=300,
+    idle_waiters=(100, 1000, 10_000),
     idle_s=5.0,
     scenario_s=30.0,
     small_requests=300,
@@ -70,6 +72,7 @@ QUICK: Final = Sizes(
     alloc_outstanding=64,
     waiters=100,
     wake_ups=50,
+    idle_waiters=(100, 1000),
     idle_s=1.0,
     scenario_s=20.0,
     small_requests=100,

@@ -1,0 +1,153 @@
+"""The conductor: measures what was asked for, in turns, and writes the tables."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as ScreenTable
+
+from peers_app.arguments import PARTS, make_parser
+from peers_app.children import ChildFailed
+from peers_app.control import Figures, measure_allocations, measure_waiting, measure_wake_ups
+from peers_app.figures import Pass, Table
+from peers_app.jobs import JOB_SYSTEMS, measure_job
+from peers_app.machine import describe
+from peers_app.raw import SYSTEMS, Environment, System, in_turns, measure_raw
+from peers_app.receivers import SYSTEMS as RECEIVERS
+from peers_app.results import Results
+from peers_app.scenarios import STORIES, Outcome
+from peers_app.sizes import FULL, QUICK, Sizes
+from peers_app.wire import WireFailed
+
+PYTHON_VARIABLE: Final = "BENCH_PEERS_PYTHON"
+NATIVE_VARIABLE: Final = "BENCH_PEERS_NATIVE"
+
+
+class Conductor:
+    """One run."""
+
+    def __init__(self, environment: Environment, results: Results, progress: Progress) -> None:
+        self._environment = environment
+        self._results = results
+        self._progress = progress
+
+    def run(self, parts: tuple[str, ...]) -> None:
+        """Measure these parts."""
+        results = self._results
+        if "raw" in parts:
+            self._run_passes("raw transfers", SYSTEMS, measure_raw, results.raw)
+        if "jobs" in parts:
+            self._run_passes("engine to engine", JOB_SYSTEMS, measure_job, results.jobs)
+        if "control" in parts:
+            self._run_control()
+        if "scenarios" in parts:
+            self._run_scenarios()
+
+    @contextlib.contextmanager
+    def _noting_failure(self, name: str) -> Iterator[None]:
+        """Note why something cannot be done, and go on."""
+        try:
+            yield
+        except (ChildFailed, WireFailed) as exc:
+            self._results.left_out[name] = str(exc)[-300:].replace("\n", " ")
+            self._progress.console.print(f"{name} is left out: {exc}", style="red", highlight=False, markup=False)
+
+    def _is_out(self, name: str) -> bool:
+        """Whether it failed before: then it is not tried again in the next round."""
+        return name in self._results.left_out
+
+    def _run_passes(
+        self,
+        title: str,
+        systems: Sequence[System],
+        measure: Callable[[System, Environment, Sizes], Iterator[Pass]],
+        into: list[Pass],
+    ) -> None:
+        sizes = self._results.sizes
+        task = self._progress.add_task(title, total=sizes.rounds * len(systems))
+        for number, system in in_turns(systems, sizes.rounds):
+            name = f"{title}: {system.name}, {system.path}"
+            self._progress.update(task, description=f"{name}, round {number + 1}")
+            if not self._is_out(name):
+                with self._noting_failure(name):
+                    into.extend(measure(system, self._environment, sizes))
+            self._progress.advance(task)
+        self._progress.update(task, description=title)
+
+    def _run_control(self) -> None:
+        results, sizes = self._results, self._results.sizes
+        steps: dict[str, Callable[[str, Environment, Sizes], Figures]] = {
+            "alloc": measure_allocations,
+            "wake": measure_wake_ups,
+            **{f"wait {count}": functools.partial(measure_waiting, waiters=count) for count in sizes.idle_waiters},
+        }
+        task = self._progress.add_task("control", total=sizes.rounds * len(steps) * len(RECEIVERS))
+        for number, prefix in itertools.product(range(sizes.rounds), steps):
+            for system in RECEIVERS if number % 2 == 0 else reversed(RECEIVERS):
+                name = f"control: {prefix}, {system}"
+                self._progress.update(task, description=f"{name}, round {number + 1}")
+                if not self._is_out(name):
+                    with self._noting_failure(name):
+                        results.add_control(prefix, system, steps[prefix](system, self._environment, sizes))
+                self._progress.advance(task)
+        self._progress.update(task, description="control")
+
+    def _run_scenarios(self) -> None:
+        results = self._results
+        task = self._progress.add_task("scenarios", total=len(STORIES) * len(RECEIVERS))
+        for story in STORIES:
+            told: dict[str, Outcome] = {}
+            for system in RECEIVERS:
+                name = f"scenario: {story.name}, {system}"
+                self._progress.update(task, description=name)
+                with self._noting_failure(name):
+                    told[system] = story.play(system, self._environment, results.sizes)
+                self._progress.advance(task)
+            results.scenarios.append((story.name, story.question, told))
+        self._progress.update(task, description="scenarios")
+
+
+def main() -> int:
+    """Run, and say how it went."""
+    arguments = make_parser().parse_args()
+    sizes = QUICK if arguments.quick else FULL
+    if arguments.rounds:
+        sizes = attrs.evolve(sizes, rounds=arguments.rounds)
+    environment = Environment(Path(os.environ[PYTHON_VARIABLE]), Path(os.environ[NATIVE_VARIABLE]))
+    results = Results(sizes, describe(environment.peers_python))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        Conductor(environment, results, progress).run(tuple(arguments.only or PARTS))
+    tables = results.tables()
+    console = Console()
+    for table in tables:
+        _print(console, table)
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(table.markdown() for table in tables))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results.as_json(), indent=1) + "\n")
+    return 0 if results.is_good else 1
+
+
+def _print(console: Console, table: Table) -> None:
+    screen = ScreenTable(title=table.title, caption=table.note or None, title_justify="left", caption_justify="left")
+    for number, column in enumerate(table.columns):
+        screen.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for row in table.rows:
+        screen.add_row(*(cell.replace("**", "") for cell in row))
+    console.print(screen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

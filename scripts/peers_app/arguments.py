@@ -41,7 +41,7 @@ exit status:
   2   the command line is wrong
 
 needs:
-  Linux on x86-64. The first run makes .venv-peers: 1.5 GB, some minutes. Mooncake needs libibverbs.so.1 (Debian and
+  Linux on x86-64. The first run makes .venv-peers: 2 GB, some minutes. Mooncake needs libibverbs.so.1 (Debian and
   Ubuntu: libibverbs1). LMCache's transfer channel is its own `mock_memory`, so its part needs no GPU and no NIXL.
 
 examples:

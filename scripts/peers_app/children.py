@@ -26,9 +26,11 @@ class ChildFailed(Exception):
 
 
 def child_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This environment without what would change a daemon or UCX, and with `more`."""
+    """This environment without what would change a daemon or UCX, with this package to import, and with `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVPD_", "UCX_", "NOTIFY_"))}
-    return {**kept, "UCX_WARN_UNUSED_ENV_VARS": "n", **more}
+    ours = str(Path(__file__).resolve().parents[1])
+    paths = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": paths, "UCX_WARN_UNUSED_ENV_VARS": "n", **more}
 
 
 class Child:

@@ -2,10 +2,12 @@
 
 With `copies` the prefill engine copies each chunk from its own memory into its slot and the decode engine copies it
 out; without, both leave the bytes where they are: the slots hold the pattern already, and only the stamps are new.
+Stamps are checked always, contents by `check` and `compare`, outside of what is timed.
 """
 
 from __future__ import annotations
 
+import mmap
 import sys
 import threading
 import time
@@ -31,100 +33,115 @@ class KvpdJob:
     copies: bool
     first: int
     receiver: str = ""
+    compare: bool = False  # chunks that are read in place, with what they must hold; never while the clock runs
 
     def keys(self, number: int) -> list[bytes]:
         """Every chunk's own: nothing is deduplicated."""
         return [b"%d-%d" % (number, chunk) for chunk in range(self.job.chunks)]
 
+    def numbers(self, worker: int) -> range:
+        """The requests that a thread of either engine takes, one after another."""
+        return range(self.first + worker, self.first + self.job.requests, self.job.depth)
 
-class Prefill:
+
+class Engine:
+    """What both have: memory of their own for the requests under way, made once for one size."""
+
+    def __init__(self) -> None:
+        self.memory = Buffer(mmap.PAGESIZE)
+        self._chunk_bytes = mmap.PAGESIZE
+
+    def prepare(self, job: Job) -> None:
+        """See to the memory. A run of the same size that follows finds it there, and touched."""
+        self._chunk_bytes = job.chunk_bytes
+        length = job.depth * job.chunks * job.chunk_bytes
+        if self.memory.length != length:
+            self.memory = Buffer(length)
+            self.memory.fill()
+
+
+class Prefill(Engine):
     """The prefill engine: as many threads as there are requests under way."""
 
     def __init__(self, link: SenderLink) -> None:
+        super().__init__()
         self._link = link
-        self._memory = Buffer(0x1000)
 
     def run(self, what: KvpdJob) -> Words:
         """Send all; when it began."""
-        job = what.job
-        self._memory = Buffer(job.depth * job.chunks * job.chunk_bytes)
-        self._memory.fill()
-        numbers = iter(range(what.first, what.first + job.requests))
-        taking = threading.Lock()
-
-        def take() -> int | None:
-            with taking:
-                return next(numbers, None)
+        self.prepare(what.job)
 
         def work(worker: int) -> None:
-            while (number := take()) is not None:
+            for number in what.numbers(worker):
                 self._send(what, worker, number)
 
         began = time.monotonic()
-        _in_threads(job.depth, work)
+        _in_threads(what.job.depth, work)
         return {"began": began}
 
     def _send(self, what: KvpdJob, worker: int, number: int) -> None:
-        job = what.job
+        chunks = what.job.chunks
         with (
-            self._link.open(str(number), receiver=what.receiver, total_chunks=job.chunks, timeout=_CLAIM_S) as transfer,
+            self._link.open(str(number), receiver=what.receiver, total_chunks=chunks, timeout=_CLAIM_S) as transfer,
             transfer.stage(what.keys(number), last=True) as slots,
         ):
             for position, slot in enumerate(slots):
                 assert slot is not None, "nothing of this was sent before"
-                self._fill(what, slot, worker * job.chunks + position, number)
+                self._fill(what, slot, worker * chunks + position, number)
 
     def _fill(self, what: KvpdJob, slot: Slot, local: int, number: int) -> None:
         if what.copies:
-            chunk = self._memory.chunk(local, what.job.chunk_bytes)
+            chunk = self.memory.chunk(local, what.job.chunk_bytes)
             stamp(chunk, number)
             slot[:] = chunk
         else:
             stamp(slot.view, number)
 
 
-class Decode:
-    """The decode engine: claims in order of number, as many threads as there are requests under way."""
+class Decode(Engine):
+    """The decode engine: as many threads as there are requests under way, each for the same ones as prefill's."""
 
     def __init__(self, link: ReceiverLink) -> None:
+        super().__init__()
         self._link = link
-        self._equal = True
 
     def run(self, what: KvpdJob) -> Words:
-        """Claim all; when the last one was read, and whether all held what they must."""
-        job = what.job
-        self._equal = True
-        memory = Buffer(job.depth * job.chunks * job.chunk_bytes)
-        expected = pattern(memory.length)
-        ended = [0.0] * job.depth
+        """Claim all; when the last one was read, and whether what was compared was right."""
+        self.prepare(what.job)
+        ended = [0.0] * what.job.depth
+        wrong: list[int] = []
 
         def work(worker: int) -> None:
-            for number in range(what.first + worker, what.first + job.requests, job.depth):
+            for number in what.numbers(worker):
                 with self._link.claim(str(number), timeout=_CLAIM_S) as chunks:
                     for position, chunk in enumerate(chunks):
-                        self._take(what, chunk, memory, worker * job.chunks + position, number)
+                        self._take(what, chunk, worker * what.job.chunks + position, number)
                     ended[worker] = time.monotonic()
+                    if what.compare:
+                        wrong.extend(number for chunk in chunks if not self._is_of_the_pattern(chunk.view, what.job))
 
-        _in_threads(job.depth, work)
-        if what.copies:
-            self._equal = all(
-                self._is_some_chunk(memory.chunk(slot, job.chunk_bytes), expected, job)
-                for slot in range(job.depth * job.chunks)
-            )
-        return {"ended": max(ended), "equal": self._equal}
+        _in_threads(what.job.depth, work)
+        return {"ended": max(ended), "equal": not wrong}
 
-    def _take(self, what: KvpdJob, chunk: Chunk, memory: Buffer, local: int, number: int) -> None:
+    def _take(self, what: KvpdJob, chunk: Chunk, local: int, number: int) -> None:
         check_stamp(chunk.view, number)
         if what.copies:
-            np.copyto(memory.chunk(local, what.job.chunk_bytes), np.frombuffer(chunk.view, np.uint8))
+            np.copyto(self.memory.chunk(local, what.job.chunk_bytes), np.frombuffer(chunk.view, np.uint8))
 
-    @staticmethod
-    def _is_some_chunk(chunk: Bytes, expected: Bytes, job: Job) -> bool:
-        size = job.chunk_bytes
-        return any(
-            is_equal_between_stamps(chunk, expected[slot * size : (slot + 1) * size])
-            for slot in range(job.depth * job.chunks)
+    def check(self) -> Words:
+        """Whether its own memory holds what the prefill engine has in the same places; it holds nothing after."""
+        equal = all(
+            is_equal_between_stamps(self.memory.chunk(slot, self._chunk_bytes), self._expected(slot))
+            for slot in range(self.memory.length // self._chunk_bytes)
         )
+        self.memory.poison()
+        return {"equal": equal}
+
+    def _expected(self, slot: int) -> Bytes:
+        return pattern(self.memory.length)[slot * self._chunk_bytes : (slot + 1) * self._chunk_bytes]
+
+    def _is_of_the_pattern(self, chunk: memoryview, job: Job) -> bool:
+        return any(is_equal_between_stamps(chunk, self._expected(slot)) for slot in range(job.depth * job.chunks))
 
 
 def _in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -157,8 +174,11 @@ def main() -> None:
     commands.reply(attached=True)
     while True:
         words = commands.next()
-        what = KvpdJob(Job(**words.pop("job")), **words)
-        commands.reply(**engine.run(what))
+        if words.pop("do") == "check":
+            assert isinstance(engine, Decode)
+            commands.reply(**engine.check())
+        else:
+            commands.reply(**engine.run(KvpdJob(Job(**words.pop("job")), **words)))
 
 
 if __name__ == "__main__":

@@ -87,11 +87,17 @@ def _run_pipeline(source: Child, sink: Child, job: Job) -> float:
 def _measure_kvpd(system: System, job: Job) -> Pass:
     copies = system.name == KVPD
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder, _open_site(system, job, Path(folder)) as site:
-        warm_up = attrs.evolve(job, requests=4 * job.depth)
-        site.run(warm_up, copies=True, first=0)  # with copies: every slot holds the pattern after it
+        few = attrs.evolve(job, requests=4 * job.depth)
+        site.run(few, copies=True, first=0)  # with copies: every slot holds the pattern after it
+        right = site.check()
         cpu_s = site.cpu_s()
-        seconds, equal = site.run(job, copies=copies, first=warm_up.requests)
-        return _pass_of(system, job, seconds, site.cpu_s() - cpu_s, equal)
+        seconds, _ = site.run(job, copies=copies, first=few.requests)
+        cpu_s = site.cpu_s() - cpu_s
+        if copies:
+            right &= site.check()
+        else:
+            right &= site.run(few, copies=False, first=few.requests + job.requests, compare=True)[1]
+        return _pass_of(system, job, seconds, cpu_s, right)
 
 
 def _pass_of(system: System, job: Job, seconds: float, cpu_s: float, equal: bool) -> Pass:
@@ -112,13 +118,17 @@ class _Site:
         """CPU seconds of all four so far."""
         return sum(one.cpu_s() for one in (self.receiver, self.sender, self.prefill, self.decode))
 
-    def run(self, job: Job, *, copies: bool, first: int) -> tuple[float, bool]:
-        """How long it took, and whether all bytes were right."""
-        words: dict[str, Any] = {"job": attrs.asdict(job), "copies": copies, "first": first}
-        self.decode.say(**words)
+    def run(self, job: Job, *, copies: bool, first: int, compare: bool = False) -> tuple[float, bool]:
+        """How long it took, and whether what was compared was right."""
+        words: dict[str, Any] = {"do": "run", "job": attrs.asdict(job), "copies": copies, "first": first}
+        self.decode.say(**words, compare=compare)
         began = self.prefill.ask(_JOB_S, **words, receiver=self.receiver.address)["began"]
         answer = self.decode.answer(_JOB_S)
         return answer["ended"] - began, answer["equal"]
+
+    def check(self) -> bool:
+        """Whether the decode engine's own memory holds the prefill engine's chunks."""
+        return bool(self.decode.ask(_JOB_S, do="check")["equal"])
 
 
 @contextlib.contextmanager

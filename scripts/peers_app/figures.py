@@ -19,7 +19,7 @@ class Pass:
     chunk_bytes: int
     bytes_moved: int
     seconds: float
-    cpu_s: float
+    cpu_s: dict[str, float]  # by process
     verified: bool
 
     @property
@@ -30,7 +30,16 @@ class Pass:
     @property
     def cpu_s_per_gb(self) -> float:
         """What all processes together burnt."""
-        return self.cpu_s / (self.bytes_moved / GB)
+        return sum(self.cpu_s.values()) / (self.bytes_moved / GB)
+
+    def cpu_text(self) -> str:
+        """The same by process."""
+        return ", ".join(f"{name} {seconds / (self.bytes_moved / GB):.2f}" for name, seconds in self.cpu_s.items())
+
+
+def cpu_since(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What each process has used in between."""
+    return {name: seconds - before[name] for name, seconds in after.items()}
 
 
 @attrs.frozen
@@ -88,6 +97,18 @@ def goodput_table(title: str, passes: Sequence[Pass], chunk_names: dict[int, str
         cells.append("verified" if all(one.verified for one in mine) else "WRONG BYTES")
         rows.append(tuple(cells))
     return Table(title, tuple(columns), tuple(rows), note)
+
+
+def cpu_table(passes: Sequence[Pass], chunk_bytes: int, chunk_name: str) -> Table:
+    """CPU seconds per GB by process, at one chunk size, of the passes of median goodput."""
+    rows = []
+    for system, path in systems_of(passes):
+        median = median_of(
+            one for one in passes if (one.system, one.path, one.chunk_bytes) == (system, path, chunk_bytes)
+        )
+        if median is not None:
+            rows.append((system, path, median.cpu_text()))
+    return Table(f"CPU seconds per GB by process, {chunk_name}", ("system", "path", "processes"), tuple(rows))
 
 
 def _goodput_cell(median: Pass | None, reference: Pass | None) -> str:

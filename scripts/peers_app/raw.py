@@ -14,7 +14,7 @@ from typing import Final
 import attrs
 
 from peers_app.children import Child
-from peers_app.figures import Pass
+from peers_app.figures import Pass, cpu_since
 from peers_app.sizes import Sizes
 
 _START_S: Final = 60.0
@@ -89,9 +89,10 @@ class Pair:
         """Who holds what was written."""
         return self.sink or self.source
 
-    def cpu_s(self) -> float:
-        """CPU seconds of both so far."""
-        return self.source.cpu_s() + (self.sink.cpu_s() if self.sink else 0.0)
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of each so far."""
+        ends = {"source": self.source, **({"sink": self.sink} if self.sink else {})}
+        return {name: end.cpu_s() for name, end in ends.items()}
 
 
 @contextlib.contextmanager
@@ -130,7 +131,7 @@ def measure_raw(system: System, environment: Environment, sizes: Sizes) -> Itera
             count = sizes.chunks_in_pass(chunk_bytes)
             cpu_s = pair.cpu_s()
             seconds = pair.source.ask(_PASS_S, do="run", **{**warm_up, "count": count})["seconds"]
-            cpu_s = pair.cpu_s() - cpu_s
+            cpu_s = cpu_since(cpu_s, pair.cpu_s())
             length = sizes.slots_touched(chunk_bytes) * chunk_bytes
             equal = pair.target.ask(_PASS_S, do="check", length=length)["equal"]
             yield Pass(system.name, system.path, chunk_bytes, count * chunk_bytes, seconds, cpu_s, equal)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import attrs
 
-from peers_app.figures import Pass, Table, goodput_table, median_of
+from peers_app.figures import Pass, Table, cpu_table, goodput_table, median_of
 from peers_app.jobs import KVPD, KVPD_IN_PLACE, WHAT_IT_DOES, WHAT_IT_DOES_COLUMNS
 from peers_app.scenarios import Outcome
 from peers_app.sizes import Sizes, size_text
@@ -95,6 +95,8 @@ class Results:
             made.append(goodput_table("Raw transfers", self.raw, names, BARE, _RAW_NOTE))
         if self.jobs:
             made.append(goodput_table("From engine to engine", self.jobs, names, _NIXL[0], _JOB_NOTE))
+            largest = max(self.sizes.chunk_bytes)
+            made.append(cpu_table(self.jobs, largest, names[largest]))
             made.append(Table("What each does of that job", WHAT_IT_DOES_COLUMNS, WHAT_IT_DOES))
         if self.jobs or self.raw:
             made.append(self._ratio_table(names))
@@ -116,16 +118,17 @@ class Results:
             rows += [
                 (f"kvpd, no engine copies ÷ bare UCX puts, {path}", in_place, [(BARE, path)], self.raw),
                 (f"kvpd, no engine copies ÷ NIXL's job, better setting, {path}", in_place, nixl, self.jobs),
-                (
-                    f"kvpd, no engine copies ÷ NIXL's raw transfer at its better setting, {path}",
-                    in_place,
-                    nixl,
-                    self.raw,
-                ),
+                (f"kvpd, no engine copies ÷ NIXL's raw transfer, better setting, {path}", in_place, nixl, self.raw),
                 (f"kvpd with engine copies ÷ memcpy, {path}", whole, [_COPY], self.raw),
             ]
         tcp = [("Mooncake", "tcp")]
         rows += [
+            (
+                "kvpd, no engine copies ÷ the TCP socket's job",
+                (KVPD_IN_PLACE, "tcp"),
+                [("TCP socket", "tcp")],
+                self.jobs,
+            ),
             ("kvpd, no engine copies ÷ Mooncake's job, tcp", (KVPD_IN_PLACE, "tcp"), tcp, self.jobs),
             ("kvpd, no engine copies ÷ Mooncake's raw transfer, tcp", (KVPD_IN_PLACE, "tcp"), tcp, self.raw),
         ]

@@ -121,14 +121,9 @@ class Results:
                 (f"kvpd, no engine copies ÷ NIXL's raw transfer, better setting, {path}", in_place, nixl, self.raw),
                 (f"kvpd with engine copies ÷ memcpy, {path}", whole, [_COPY], self.raw),
             ]
-        tcp = [("Mooncake", "tcp")]
+        tcp, socket = [("Mooncake", "tcp")], [("TCP socket", "tcp")]
         rows += [
-            (
-                "kvpd, no engine copies ÷ the TCP socket's job",
-                (KVPD_IN_PLACE, "tcp"),
-                [("TCP socket", "tcp")],
-                self.jobs,
-            ),
+            ("kvpd, no engine copies ÷ the TCP socket's job", (KVPD_IN_PLACE, "tcp"), socket, self.jobs),
             ("kvpd, no engine copies ÷ Mooncake's job, tcp", (KVPD_IN_PLACE, "tcp"), tcp, self.jobs),
             ("kvpd, no engine copies ÷ Mooncake's raw transfer, tcp", (KVPD_IN_PLACE, "tcp"), tcp, self.raw),
         ]

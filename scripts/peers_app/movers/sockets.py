@@ -61,6 +61,7 @@ class SocketSink(ListeningEnd, Sink):
         return [*super().watched(), self._data or self._data_listener]
 
     def heard(self) -> list[bytes]:
+        said = super().heard()  # first, so that the line is there to answer on: it was dialled first
         if self._data is None and select.select([self._data_listener], [], [], 0)[0]:
             self._data = self._data_listener.accept()[0]
         while self._data is not None and select.select([self._data], [], [], 0)[0]:
@@ -68,7 +69,7 @@ class SocketSink(ListeningEnd, Sink):
                 self._data.close()
                 self._data = None
         notices, self._notices = self._notices, []
-        return super().heard() + notices
+        return said + notices
 
     def _take_frame(self, data: socket.socket) -> bool:
         header = bytearray(_HEADER.size)

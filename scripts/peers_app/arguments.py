@@ -61,7 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="two sizes, one round: whether it all works")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part, and others so named")
-    parser.add_argument("--rounds", type=_positive, metavar="N", help="rounds of every part but the scenarios (5)")
+    parser.add_argument(
+        "--rounds", type=_positive, metavar="N", help="rounds of every part but the scenarios (5; control: 3)"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument("--install-only", action="store_true", help="make .venv-peers and stop")

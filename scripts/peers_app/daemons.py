@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,7 @@ _END_S: Final = 15.0
 
 
 class Daemon:
-    """`kvpd serve ROLE`; `settings` are keys of its own section. A context manager: entering waits until it serves."""
+    """`kvpd serve ROLE`; `settings` are keys of its own section. A context manager: leaving kills it."""
 
     def __init__(self, role: str, folder: Path, settings: Mapping[str, object], name: str = "") -> None:
         self.role = role
@@ -42,6 +41,16 @@ class Daemon:
             )
         self._fields: dict[str, Any] = {}
 
+    def wait_ready(self) -> None:
+        """Until it serves."""
+        try:
+            while b"READY=1" not in self._notices.recv(4096):
+                pass
+        except TimeoutError:
+            text = self._log_path.read_text()[-2000:]
+            raise ChildFailed(f"kvpd's {self.name} does not become ready:\n{text}") from None
+        self._fields = json.loads(self._addresses.read_bytes())
+
     @property
     def pid(self) -> int:
         """Its number."""
@@ -56,30 +65,12 @@ class Daemon:
         """CPU seconds so far."""
         return cpu_seconds(self.pid)
 
-    def slots(self) -> dict[str, int]:
-        """A receiver's slots by state, those that there are none of left out."""
-        url = f"http://{self._fields['metrics_address']}"
-        for path in ("/livez", "/metrics"):  # the first is answered by the loop: the step before it has ended
-            with urllib.request.urlopen(url + path, timeout=_END_S) as answer:
-                text = answer.read().decode()
-        samples = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("kvpd_slots{"))
-        return {name.split('"')[1]: int(float(value)) for name, value in samples if float(value)}
-
     def kill(self) -> None:
         """SIGKILL; it is gone when this returns."""
         self._process.kill()
         self._process.wait(_END_S)
 
     def __enter__(self) -> Self:
-        try:
-            notice = self._notices.recv(4096)
-            while b"READY=1" not in notice:
-                notice = self._notices.recv(4096)
-        except TimeoutError:
-            text = self._log_path.read_text()[-2000:]
-            self.__exit__(None, None, None)
-            raise ChildFailed(f"kvpd's {self.name} does not become ready:\n{text}") from None
-        self._fields = json.loads(self._addresses.read_bytes())
         return self
 
     def __exit__(

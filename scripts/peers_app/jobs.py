@@ -173,12 +173,14 @@ def _open_site(system: System, job: Job, folder: Path) -> Iterator[_Site]:
     buffers = {"buffer_size": slots * job.chunk_bytes, "control_address": "127.0.0.1:0", **common}
     staging = {"staging_size": job.depth * job.chunks * job.chunk_bytes, "notify_proxy": "false", **common}
     with contextlib.ExitStack() as stack:
-        starting = Daemon("receiver", folder, buffers), Daemon("sender", folder, staging)
-        receiver, sender = (stack.enter_context(daemon) for daemon in starting)
+        receiver = stack.enter_context(Daemon("receiver", folder, buffers))
+        sender = stack.enter_context(Daemon("sender", folder, staging))
+        receiver.wait_ready()
+        sender.wait_ready()
         engines = [
-            Child(f"{role} engine", Environment.ours("peers_app.engine", role, str(daemon.socket)))
+            stack.enter_context(Child(f"{role} engine", Environment.ours("peers_app.engine", role, str(daemon.socket))))
             for role, daemon in (("prefill", sender), ("decode", receiver))
         ]
         for engine in engines:
-            stack.enter_context(engine).answer(_START_S)
+            engine.answer(_START_S)
         yield _Site(receiver, sender, *engines)

@@ -92,8 +92,8 @@ class Conductor:
             "wake": measure_wake_ups,
             **{f"wait {count}": functools.partial(measure_waiting, waiters=count) for count in sizes.idle_waiters},
         }
-        task = self._progress.add_task("control", total=sizes.rounds * len(steps) * len(RECEIVERS))
-        for number, prefix in itertools.product(range(sizes.rounds), steps):
+        task = self._progress.add_task("control", total=sizes.control_rounds * len(steps) * len(RECEIVERS))
+        for number, prefix in itertools.product(range(sizes.control_rounds), steps):
             for system in RECEIVERS if number % 2 == 0 else reversed(RECEIVERS):
                 name = f"control: {prefix}, {system}"
                 self._progress.update(task, description=f"{name}, round {number + 1}")
@@ -123,7 +123,7 @@ def main() -> int:
     arguments = make_parser().parse_args()
     sizes = QUICK if arguments.quick else FULL
     if arguments.rounds:
-        sizes = attrs.evolve(sizes, rounds=arguments.rounds)
+        sizes = attrs.evolve(sizes, rounds=arguments.rounds, control_rounds=arguments.rounds)
     environment = Environment(Path(os.environ[PYTHON_VARIABLE]), Path(os.environ[NATIVE_VARIABLE]))
     results = Results(sizes, describe(environment.peers_python))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

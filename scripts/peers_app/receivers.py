@@ -8,7 +8,7 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import attrs
 
@@ -53,19 +53,19 @@ def open_receiver(system: str, environment: Environment, chunks: int) -> Iterato
         with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
             settings = {"buffer_size": chunks * CHUNK_BYTES, "chunk_bytes": CHUNK_BYTES, **_PATIENT}
             with Daemon("receiver", Path(folder), {"control_address": "127.0.0.1:0", **settings}) as daemon:
+                daemon.wait_ready()
                 yield Receiver(Terms(daemon.address, CHUNK_BYTES), daemon)
     else:
         init_port, alloc_port, proxy_port = free_ports(3)
         given = {"chunks": chunks, "init_port": init_port, "alloc_port": alloc_port, "proxy_port": proxy_port}
-        with open_lmcache("receiver", environment, given) as (child, said):
+        with start_lmcache("receiver", environment, given) as child:
+            said = child.answer(START_S)
             shape = tuple(said["shape"])
             terms = Terms(f"127.0.0.1:{alloc_port}", CHUNK_BYTES, said["format"], shape, said["dtype"])
             yield Receiver(terms, child)
 
 
-@contextlib.contextmanager
-def open_lmcache(role: str, environment: Environment, given: dict[str, int]) -> Iterator[tuple[Child, dict[str, Any]]]:
-    """LMCache's backend in that role, ready, and what it says of its chunks."""
+def start_lmcache(role: str, environment: Environment, given: dict[str, int]) -> Child:
+    """LMCache's backend in that role, coming up; its first answer says how its chunks are described."""
     command = environment.command(False, "peers_app.lmcache_host", role, json.dumps(given))
-    with Child(f"LMCache's {role}", command, environment.variables(False)) as child:
-        yield child, child.answer(START_S)
+    return Child(f"LMCache's {role}", command, environment.variables(False))

@@ -1,7 +1,7 @@
 """Situations that a service of this kind must survive, as short stories that both systems are put through.
 
-Each story ends with what a user would see: requests that are announced, or are not, within a limit. `FOUND` is what the
-code of LMCache's PDBackendAsync 0.5.6 leads to expect; the outcome is what happened in this run.
+Each story ends with what a user would see: requests that are announced, or are not, within a limit. Nothing is known
+beforehand: the outcome is what happened in this run.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvpd.errors import KvpdError
 from peers_app.children import Child
 from peers_app.daemons import Daemon
 from peers_app.raw import Environment
-from peers_app.receivers import CHUNK_BYTES, free_ports, open_lmcache
+from peers_app.receivers import CHUNK_BYTES, START_S, free_ports, start_lmcache
 
 _ANSWER_S: Final = 30.0
 _STAGING_CHUNKS: Final = 64
@@ -88,12 +88,11 @@ def open_site(system: str, environment: Environment, chunks: int, senders: tuple
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         proxy = Proxy(context)
-        opened = (
+        with (
             _open_kvpd(proxy, chunks, senders)
             if system == "kvpd"
             else _open_lmcache(proxy, environment, chunks, senders)
-        )
-        with opened as site:
+        ) as site:
             yield site
     finally:
         context.destroy(linger=0)
@@ -105,14 +104,16 @@ def open_site(system: str, environment: Environment, chunks: int, senders: tuple
 @contextlib.contextmanager
 def _open_lmcache(proxy: Proxy, environment: Environment, chunks: int, senders: tuple[str, ...]) -> Iterator[Site]:
     init_port, alloc_port, *ports = free_ports(2 + 2 * len(senders))
+    given = {"chunks": chunks, "init_port": init_port, "alloc_port": alloc_port, "proxy_port": proxy.port}
+    theirs = {**given, "chunks": _STAGING_CHUNKS, "peer_init_port": init_port, "peer_alloc_port": alloc_port}
     with contextlib.ExitStack() as stack:
-        given = {"chunks": chunks, "init_port": init_port, "alloc_port": alloc_port, "proxy_port": proxy.port}
-        receiver, _ = stack.enter_context(open_lmcache("receiver", environment, given))
-        given |= {"chunks": _STAGING_CHUNKS, "peer_init_port": init_port, "peer_alloc_port": alloc_port}
+        receiver = stack.enter_context(start_lmcache("receiver", environment, given))
         children = {}
         for name, own_init, own_alloc in zip(senders, ports[::2], ports[1::2], strict=True):
-            own = {**given, "init_port": own_init, "alloc_port": own_alloc}
-            children[name], _ = stack.enter_context(open_lmcache("sender", environment, own))
+            own = {**theirs, "init_port": own_init, "alloc_port": own_alloc}
+            children[name] = stack.enter_context(start_lmcache("sender", environment, own))
+        for child in (receiver, *children.values()):
+            child.answer(START_S)
         yield LmcacheSite(proxy, receiver, children)
 
 
@@ -172,6 +173,8 @@ def _open_kvpd(proxy: Proxy, chunks: int, senders: tuple[str, ...]) -> Iterator[
         }
         receiver = stack.enter_context(Daemon("receiver", folder, buffers))
         daemons = {name: stack.enter_context(Daemon("sender", folder, staging, name)) for name in senders}
+        for daemon in (receiver, *daemons.values()):
+            daemon.wait_ready()
         decode = stack.enter_context(kvpd.client.connect_receiver(receiver.socket))
         links = {
             name: stack.enter_context(kvpd.client.connect_sender(daemon.socket)) for name, daemon in daemons.items()

@@ -15,6 +15,7 @@ class Sizes:
     """One run's sizes. A buffer holds at least as many chunks as are in flight, whatever their length."""
 
     rounds: int
+    control_rounds: int
     buffer_bytes: int
     pass_bytes: int  # moved per measured pass
     chunk_bytes: tuple[int, ...]
@@ -45,6 +46,7 @@ class Sizes:
 
 FULL: Final = Sizes(
     rounds=5,
+    control_rounds=3,
     buffer_bytes=256 * MIB,
     pass_bytes=512 * MIB,
     chunk_bytes=(256 * KIB, MIB, 8 * MIB, 32 * MIB),
@@ -58,10 +60,11 @@ FULL: Final = Sizes(
     idle_waiters=(100, 1000, 10_000),
     idle_s=5.0,
     scenario_s=30.0,
-    small_requests=300,
+    small_requests=200,
 )
 QUICK: Final = Sizes(
     rounds=1,
+    control_rounds=1,
     buffer_bytes=64 * MIB,
     pass_bytes=128 * MIB,
     chunk_bytes=(MIB, 8 * MIB),

@@ -21,7 +21,6 @@ class Daemon:
     """`kvpd serve ROLE`; `settings` are keys of its own section. A context manager: leaving kills it."""
 
     def __init__(self, role: str, folder: Path, settings: Mapping[str, object], name: str = "") -> None:
-        self.role = role
         self.name = name or role
         self.socket = folder / f"{self.name}.sock"
         values = {"name": self.name, "engine_socket": self.socket, **settings}

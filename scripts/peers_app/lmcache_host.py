@@ -111,15 +111,6 @@ class Host:
         """A receiver: the decode engine has read these chunks."""
         return {"consumed": sum(self._backend.remove(key) for key in self._keys(first_key, count))}
 
-    def do_held(self) -> Words:
-        """A receiver: chunks that are placed, and chunks that are promised."""
-        backend = self._backend
-        free = len(backend.memory_allocator.cpu_allocator.free_blocks)
-        return {
-            "placed": self._given["chunks"] - free,
-            "reserved": backend._recv_reservation_mgr._total_reserved,
-        }
-
 
 def main() -> None:
     """Serve as the command line says."""

@@ -18,6 +18,7 @@ from peers_app.memory import Buffer, MemoryKind, pattern
 from peers_app.movers.base import End, Sink, Source
 from peers_app.pipeline import Job, SinkRun, run_source
 
+_TCP_PAUSE_S: Final = 50e-6
 # Which module of `peers_app.movers` has a system's two ends.
 _MODULES: Final = {
     "memcpy": "copies",
@@ -33,6 +34,8 @@ def make_end(system: str, role: str, tls: str, buffer: Buffer) -> End:
     """An end of that system. Only its own module is imported: the environments do not have them all."""
     module = importlib.import_module(f"peers_app.movers.{_MODULES[system]}")
     end: End = module.make_end(system, role, tls, buffer)
+    if isinstance(end, Source) and tls == "tcp":
+        end.pause_s = _TCP_PAUSE_S
     return end
 
 

@@ -54,7 +54,9 @@ def run_source(source: Source, job: Job, commands: int) -> float:
             request, _ = writes.popleft()
             if not source.has_notice:
                 source.tell(b"landed %d" % request)
-        if not writes and asked == min(job.requests, ended + job.depth) and ended < job.requests:
+        if writes:
+            source.rest()
+        elif asked == min(job.requests, ended + job.depth) and ended < job.requests:
             source.wait(commands)
     return began
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import select
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +53,9 @@ class Source(End):
     """The side that writes."""
 
     has_notice = False  # whether what `begin` is given as notice reaches the sink behind the bytes
+    # Between two questions to a library that says nothing by itself. Over TCP kernel and threads want the cores that
+    # asking without a pause would take from them, over CMA asking is what makes progress: each was tried both ways.
+    pause_s = 0.0
     introduction = ""  # what the sink must be told of this source, where it must be told
 
     @abc.abstractmethod
@@ -82,9 +86,13 @@ class Source(End):
             self._finish(under_way.popleft())
 
     def _finish(self, write: Any) -> None:
-        # The library says nothing by itself: asking is the only way to know, and for some what makes progress.
         while not self.is_done(write):
-            pass
+            self.rest()
+
+    def rest(self) -> None:
+        """Between two questions."""
+        if self.pause_s:
+            time.sleep(self.pause_s)
 
 
 class Sink(End):

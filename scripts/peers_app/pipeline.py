@@ -37,11 +37,16 @@ def run_source(source: Source, job: Job, commands: int) -> float:
     source.prepare(job.chunk_bytes)
     source.buffer.fill()  # an earlier job's stamps are in the middle of this one's chunks
     began = time.monotonic()
-    asked = ended = 0
+    asked = 0
+    freed: set[int] = set()
     writes: deque[tuple[int, Any]] = deque()
-    while ended < job.requests:
-        # A request's slots here are free once the one that used them before has ended.
-        while asked < min(job.requests, ended + job.depth):
+
+    def may_ask() -> bool:
+        # A request's slots here are those of the one `depth` before it.
+        return asked < job.requests and (asked < job.depth or asked - job.depth in freed)
+
+    while len(freed) < job.requests:
+        while may_ask():
             source.tell(b"ask %d" % asked)
             asked += 1
         for words in source.heard():
@@ -49,14 +54,14 @@ def run_source(source: Source, job: Job, commands: int) -> float:
             if kind == b"slots":
                 writes.append((int(number), _begin(source, job, int(number), [int(slot) for slot in slots])))
             elif kind == b"freed":
-                ended += 1
+                freed.add(int(number))
         while writes and source.is_done(writes[0][1]):
             request, _ = writes.popleft()
             if not source.has_notice:
                 source.tell(b"landed %d" % request)
         if writes:
             source.rest()
-        elif asked == min(job.requests, ended + job.depth) and ended < job.requests:
+        elif len(freed) < job.requests and not may_ask():
             source.wait(commands)
     return began
 

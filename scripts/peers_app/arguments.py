@@ -33,7 +33,7 @@ what the figures mean:
 
 output:
   Progress on standard error, tables on standard output. --markdown writes the same tables for a document, --json
-  everything that was measured, with machine, versions and sizes.
+  everything that was measured, with machine, versions and sizes; both after each part.
 
 exit status:
   0   everything was measured, all bytes were right, and kvpd came through every scenario

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,17 +43,19 @@ class Conductor:
         self._results = results
         self._progress = progress
 
-    def run(self, parts: tuple[str, ...]) -> None:
-        """Measure these parts."""
+    def run(self, parts: Sequence[str]) -> Iterator[None]:
+        """Measure these parts; yields after each, so that what it measured can be kept."""
         results = self._results
-        if "raw" in parts:
-            self._run_passes("raw transfers", SYSTEMS, measure_raw, results.raw)
-        if "jobs" in parts:
-            self._run_passes("engine to engine", JOB_SYSTEMS, measure_job, results.jobs)
-        if "control" in parts:
-            self._run_control()
-        if "scenarios" in parts:
-            self._run_scenarios()
+        work: dict[str, Callable[[], None]] = {
+            "raw": lambda: self._run_passes("raw transfers", SYSTEMS, measure_raw, results.raw),
+            "jobs": lambda: self._run_passes("engine to engine", JOB_SYSTEMS, measure_job, results.jobs),
+            "control": self._run_control,
+            "scenarios": self._run_scenarios,
+        }
+        for part in PARTS:
+            if part in parts:
+                work[part]()
+                yield
 
     @contextlib.contextmanager
     def _noting_failure(self, name: str) -> Iterator[None]:
@@ -121,6 +124,8 @@ class Conductor:
 def main() -> int:
     """Run, and say how it went."""
     arguments = make_parser().parse_args()
+    # As an exception, so that every context is left and no daemon stays behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sizes = QUICK if arguments.quick else FULL
     if arguments.rounds:
         sizes = attrs.evolve(sizes, rounds=arguments.rounds, control_rounds=arguments.rounds)
@@ -128,16 +133,20 @@ def main() -> int:
     results = Results(sizes, describe(environment.peers_python))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        Conductor(environment, results, progress).run(tuple(arguments.only or PARTS))
-    tables = results.tables()
+        for _ in Conductor(environment, results, progress).run(arguments.only or PARTS):
+            _keep(results, arguments.markdown, arguments.json)
     console = Console()
-    for table in tables:
+    for table in results.tables():
         _print(console, table)
-    if arguments.markdown:
-        arguments.markdown.write_text("\n".join(table.markdown() for table in tables))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results.as_json(), indent=1) + "\n")
     return 0 if results.is_good else 1
+
+
+def _keep(results: Results, markdown: Path | None, everything: Path | None) -> None:
+    """Write what there is so far: a run that is ended early loses only the part that it was in."""
+    if markdown:
+        markdown.write_text("\n".join(table.markdown() for table in results.tables()))
+    if everything:
+        everything.write_text(json.dumps(results.as_json(), indent=1) + "\n")
 
 
 def _print(console: Console, table: Table) -> None:

@@ -77,7 +77,7 @@ QUICK: Final = Sizes(
     wake_ups=50,
     idle_waiters=(100, 1000),
     idle_s=1.0,
-    scenario_s=20.0,
+    scenario_s=12.0,
     small_requests=100,
 )
 

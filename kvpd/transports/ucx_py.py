@@ -52,7 +52,7 @@ async def open_ucx_py_data_plane(
 
 
 def _open_context(buffer: Buffer, tls: str) -> Mapping:
-    api = _load()
+    api = load()
     view = memoryview(buffer).cast("B")
     try:
         context = api.Context(tls=tls, view=view)
@@ -63,8 +63,8 @@ def _open_context(buffer: Buffer, tls: str) -> Mapping:
     return Mapping(context, view, context.address, view.nbytes)
 
 
-def _load() -> ModuleType:
-    """ucx-py, through kvpd's eyes.
+def load() -> ModuleType:
+    """ucx-py, through kvpd's eyes (`kvpd.transports._ucx_api`).
 
     Raises:
         ConfigError: there is none, or it or its UCX is not one that kvpd knows.

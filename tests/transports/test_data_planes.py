@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from data_plane_rig import (
     MODES,
-    UCX_MODES,
+    NETWORK_MODES,
     check_mode,
     never_broken,
     open_pair,
@@ -34,8 +34,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 every_mode = pytest.mark.parametrize("mode", MODES)
-over_network = pytest.mark.parametrize("mode", ["memory", "ucx-tcp"])
-ucx_modes = pytest.mark.parametrize("mode", UCX_MODES)
+over_network = pytest.mark.parametrize("mode", NETWORK_MODES)
 
 
 # ------------------------------------------------------------------ bytes

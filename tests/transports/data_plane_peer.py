@@ -1,8 +1,8 @@
 """A receiver in a process of its own, for the data planes' contract tests.
 
-`python data_plane_peer.py MODE BYTES` opens a data plane over UCX and one target, writes the region as a line of JSON
-to its standard output, and answers each line `digest` with the SHA-256 of its buffer. It ends when its standard input
-does.
+`python -m transports.data_plane_peer MODE BYTES` opens a data plane over UCX and one target, writes the region
+as a line of JSON to its standard output, and answers each line `digest` with the SHA-256 of its buffer. It ends when
+its standard input does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import sys
 
 import trio
-from ucx_modes import open_ucx
+
+from .ucx_modes import open_ucx
 
 
 async def main(mode: str, length: int) -> None:

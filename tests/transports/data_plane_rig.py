@@ -17,13 +17,15 @@ from typing import Any, Final, Protocol
 import attrs
 import pytest
 import trio
-from ucx_modes import open_ucx, transports_of, why_not_ucx_py
 
 from kvpd.transports.base import DataPlane, Endpoint, RemoteRegion, Target
 from kvpd.transports.memory_data import MemoryFabric, open_memory_data_plane
 from kvpd.transports.ucx import UcxDataPlane, UcxEndpoint
 
+from .ucx_modes import open_ucx, transports_of, why_not_ucx_py
+
 DEADLINE_S: Final = 20.0
+_TESTS: Final = Path(__file__).parents[1]
 
 
 _WHY_NOT: Final = why_not_ucx_py()
@@ -195,9 +197,12 @@ async def open_remote(mode: str, fabric: MemoryFabric, buffer_bytes: int) -> Asy
         async with open_plane(mode, fabric, sink) as plane:
             yield MemoryRemote(fabric, sink, await plane.open_target())
         return
-    program = Path(__file__).with_name("data_plane_peer.py")
+    program = "transports.data_plane_peer"
     process = await trio.lowlevel.open_process(
-        [sys.executable, str(program), mode, str(buffer_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", program, mode, str(buffer_bytes)],
+        cwd=_TESTS,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
         with trio.fail_after(DEADLINE_S):

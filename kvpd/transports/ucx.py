@@ -342,7 +342,11 @@ class UcxDataPlane:
         rkey = unseal_rkey(region.rkey, region.base_address, region.length)
         number = next(self._numbers)
         connection = self._loop.worker.connect(address, number)
-        endpoint = UcxEndpoint(self, connection, region, on_broken)
+        try:
+            endpoint = UcxEndpoint(self, connection, region, on_broken)
+        except TransportError:
+            connection.force_close()
+            raise
         self._endpoints[number] = endpoint
         try:
             connection.unpack_rkey(rkey)

@@ -3,7 +3,8 @@
 One context per data plane, one buffer mapped in it, one worker per target and one for all endpoints. Each worker has
 one task that makes progress half a millisecond at a time and otherwise sleeps on the worker's event descriptor: idle
 costs nothing. Whoever begins work kicks that task, because UCX may have queued work that no event will announce.
-A peer's death is an error, never a crash: endpoints are made with error handling.
+A peer's death is an error, never a crash: endpoints are made with error handling. UCX is called through a binding:
+kvpd's own here, ucx-py's in `ucx_py`, which limits what is in flight instead of the progress.
 
 Never fork a process that has a data plane open.
 """

@@ -335,6 +335,17 @@ def test_the_longest_prompt_must_fit_the_buffer() -> None:
     )
 
 
+@pytest.mark.parametrize(("role", "keys"), [("receiver", RECEIVER), ("sender", SENDER)])
+def test_ucx_py_brings_its_own_library(role: Role, keys: dict[str, str]) -> None:
+    """A path that is quietly ignored hides which UCX is at work."""
+    flags = keys | {f"{role}.transport": "ucx-py"}
+    load(role, flags=flags)
+    (problem,) = problems_of(role, flags=flags | {f"{role}.ucx_library": "/usr/lib64/libucp.so.0"})
+    assert problem.startswith(f"{role}.ucx_library = ")
+    assert "transport ucx-py" in problem
+    load(role, flags=flags | {f"{role}.transport": "ucx", f"{role}.ucx_library": "/usr/lib64/libucp.so.0"})
+
+
 @pytest.mark.parametrize(
     ("flags", "blamed"),
     [

@@ -70,6 +70,12 @@ def _prefill_does_not_fit(config: ReceiverConfig) -> str | None:
     )
 
 
+def _library_of_ucx_py(config: ReceiverConfig | SenderConfig) -> str | None:
+    if config.transport != "ucx-py" or config.ucx_library == "auto":
+        return None
+    return "cannot be chosen with transport ucx-py, which loads its own libucp; leave it at auto"
+
+
 def _put_deadline_too_long(config: ReceiverConfig) -> str | None:
     # A sender must see its writes ended before its lease is, and have as long again to say so.
     if config.put_deadline_s < config.lease_s / 2:
@@ -128,15 +134,18 @@ def _inproc_at(key: str) -> Rule:
     return Rule((key,), unreachable)
 
 
+_LIBRARY_RULE: Final = Rule(("ucx_library", "transport"), _library_of_ucx_py)
+
 RULES: Final[dict[str, tuple[Rule, ...]]] = {
     "receiver": (
         *_memory_rules("buffer_size", "the buffer"),
+        _LIBRARY_RULE,
         Rule(("max_prefill_tokens", "buffer_size", "chunk_bytes", "chunk_tokens"), _prefill_does_not_fit),
         Rule(("put_deadline_s", "lease_s"), _put_deadline_too_long),
         Rule(("progress_timeout_s", "put_deadline_s"), _progress_timeout_too_short),
         Rule(("control_address", "advertise_address"), _advertised_nowhere),
     ),
-    "sender": _memory_rules("staging_size", "the staging buffer"),
+    "sender": (*_memory_rules("staging_size", "the staging buffer"), _LIBRARY_RULE),
     "proxy": (
         Rule(("decode",), _no_decode_engines),
         Rule(("prefill", "decode_only_fallback"), _no_prefill_engines),

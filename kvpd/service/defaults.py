@@ -14,11 +14,17 @@ DataPlaneFactory = Callable[[mmap.mmap, int | None], AbstractAsyncContextManager
 
 def data_plane_factory(transport: str, ucx_library: str, ucx_tls: str) -> DataPlaneFactory:
     """How to open the data plane that the configuration names. libucp is loaded only when that is called."""
-    assert transport == "ucx", f"the configuration let transport {transport!r} through"
 
-    def open_plane(memory: mmap.mmap, put_window_bytes: int | None) -> AbstractAsyncContextManager[DataPlane]:
+    def open_ucx(memory: mmap.mmap, put_window_bytes: int | None) -> AbstractAsyncContextManager[DataPlane]:
         from kvpd.transports.ucx import open_ucx_data_plane  # noqa: PLC0415  loads a C library
 
         return open_ucx_data_plane(memory, library=ucx_library, tls=ucx_tls, put_window_bytes=put_window_bytes)
 
-    return open_plane
+    def open_ucx_py(memory: mmap.mmap, put_window_bytes: int | None) -> AbstractAsyncContextManager[DataPlane]:
+        from kvpd.transports.ucx_py import open_ucx_py_data_plane  # noqa: PLC0415  needs a package that few have
+
+        return open_ucx_py_data_plane(memory, tls=ucx_tls, put_window_bytes=put_window_bytes)
+
+    openings: dict[str, DataPlaneFactory] = {"ucx": open_ucx, "ucx-py": open_ucx_py}
+    assert transport in openings, f"the configuration let transport {transport!r} through"
+    return openings[transport]

@@ -21,6 +21,18 @@ from kvpd.transports.base import Put
 BEGIN_MAX: Final = 64  # puts begun in one go, so that a batch of many small ones does not hold up the loop
 
 
+class Window:
+    """Bytes in flight, and the limit that they keep to; what is larger than the limit goes alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.in_flight_bytes = 0
+        self._limit_bytes = limit_bytes
+
+    def has_room(self, length: int) -> bool:
+        """Whether a put of `length` bytes may begin."""
+        return self.in_flight_bytes == 0 or self.in_flight_bytes + length <= self._limit_bytes
+
+
 class Batch:
     """See `kvpd.transports.base.PutBatch`."""
 
@@ -63,16 +75,28 @@ class PutQueue(abc.ABC):
     """An endpoint without its wire; see `kvpd.transports.base.Endpoint`.
 
     A transport implements `_begin_put`, `_begin_flush` and `force_close`. It answers each begun put by `_put_ended` and
-    each begun flush by `_flush_ended`, exactly once, and then calls `pump`, from its loop.
+    each begun flush by `_flush_ended`, exactly once, and then calls `pump`, from its loop; where endpoints share a
+    window, it calls that of each of them.
     """
 
-    def __init__(self, *, local_bytes: int, remote_bytes: int, window_bytes: int, piece_bytes: int | None) -> None:
-        """`piece_bytes`: puts are cut into pieces of at most that length; None: never cut."""
+    def __init__(
+        self,
+        *,
+        local_bytes: int,
+        remote_bytes: int,
+        window_bytes: int,
+        piece_bytes: int | None,
+        shared: Window | None = None,
+    ) -> None:
+        """`piece_bytes`: puts are cut into pieces of at most that length; None: never cut.
+
+        `shared`: a window that several endpoints keep to, besides each its own.
+        """
         self._local_bytes = local_bytes
         self._remote_bytes = remote_bytes
-        self._window_bytes = window_bytes
+        self._window = Window(window_bytes)
+        self._windows = (self._window,) if shared is None else (self._window, shared)
         self._piece_bytes = piece_bytes
-        self._in_flight_bytes = 0
         self._queue: deque[Batch] = deque()  # with puts to begin, or a flush
         self._unfinished: dict[Batch, None] = {}
         self._broken: str | None = None
@@ -83,7 +107,7 @@ class PutQueue(abc.ABC):
 
     @property
     def in_flight_bytes(self) -> int:
-        return self._in_flight_bytes
+        return self._window.in_flight_bytes
 
     def post(self, puts: Sequence[Put]) -> Batch:
         for put in puts:
@@ -112,15 +136,14 @@ class PutQueue(abc.ABC):
             batch = self._queue[0]
             while batch._unbegun:
                 length = batch._unbegun[0].length
-                if self._in_flight_bytes and self._in_flight_bytes + length > self._window_bytes:
-                    return
-                if budget == 0:
+                if budget == 0 or not all(window.has_room(length) for window in self._windows):
                     return
                 budget -= 1
                 put = batch._unbegun.popleft()
                 batch._begun = True
                 batch._in_flight += 1
-                self._in_flight_bytes += length
+                for window in self._windows:
+                    window.in_flight_bytes += length
                 self._begin_put(batch, put)
             self._settle(batch)
 
@@ -142,7 +165,8 @@ class PutQueue(abc.ABC):
         ]
 
     def _put_ended(self, batch: Batch, length: int, error: str | None) -> None:
-        self._in_flight_bytes -= length
+        for window in self._windows:
+            window.in_flight_bytes -= length
         self._step_ended(batch, error)
 
     def _flush_ended(self, batch: Batch, error: str | None) -> None:

@@ -21,14 +21,14 @@ from kvpd.errors import ConfigError, TransportError
 
 MIN_VERSION: Final = (1, 20)  # older ones fall back to emulation over TCP once errors are to be survived
 
-UCS_OK: Final = 0
-UCS_INPROGRESS: Final = 1
+_UCS_OK: Final = 0
+_UCS_INPROGRESS: Final = 1
 _UCS_ERR_BUSY: Final = -15
 _UCS_ERR_LAST: Final = -100
 
 _API_VERSION: Final = (1, 15)  # what these structures need; newer libraries accept it
 _FEATURES: Final = 1 << 1 | 1 << 4  # RMA, WAKEUP
-_SETTINGS: Final = {
+SETTINGS: Final = {
     # Without rendezvous a put stays zero-copy over CMA although peer errors are handled.
     "RNDV_THRESH": "inf",
     # Only a zero-copy put ends when its bytes are there: a copied one "succeeds" early and may still be lost.
@@ -156,13 +156,6 @@ class Library:
             raise TransportError(f"{action}: {self.status_text(result)}")
         return result or None
 
-    def poll(self, request: int) -> int:
-        """A request's status. Anything but UCS_INPROGRESS is final and frees it: ask no more."""
-        status: int = self._library.ucp_request_check_status(request)
-        if status != UCS_INPROGRESS:
-            self._library.ucp_request_free(request)
-        return status
-
 
 @functools.cache
 def load_library(name: str) -> Library:
@@ -203,7 +196,7 @@ class Context:
         config = _vp()
         library.check(library.ucp_config_read(None, None, ctypes.byref(config)), "reading UCX's configuration")
         try:
-            for name, value in (_SETTINGS | {"TLS": tls} if tls else _SETTINGS).items():
+            for name, value in (SETTINGS | {"TLS": tls} if tls else SETTINGS).items():
                 status = library.ucp_config_modify(config, name.encode(), value.encode())
                 library.check(status, f"setting UCX_{name}={value}")
             params = _ContextParams(field_mask=1, features=_FEATURES)
@@ -249,7 +242,7 @@ class Worker:
         self.library = context.library
         self.context = context
         self.handle = handle
-        self.failures: list[tuple[int, int]] = []  # (endpoint number, status), in the order of their report
+        self._failures: list[tuple[int, int]] = []  # (endpoint number, status), in the order of their report
         self._error_callback = _ErrorCallback(self._append_failure)
         descriptor = _int()
         try:
@@ -260,7 +253,7 @@ class Worker:
         self.descriptor = descriptor.value
 
     def _append_failure(self, number: int | None, _endpoint: int | None, status: int) -> None:
-        self.failures.append((number or 0, status))
+        self._failures.append((number or 0, status))
 
     def address(self) -> bytes:
         """What a peer needs to connect here."""
@@ -279,6 +272,12 @@ class Worker:
                 return True
         return False
 
+    def take_failures(self) -> list[tuple[int, str]]:
+        """The (endpoint number, detail) of endpoints that have failed since this was asked last, in order."""
+        failures = [(number, self.library.status_text(status)) for number, status in self._failures]
+        self._failures.clear()
+        return failures
+
     def arm(self) -> bool:
         """Ask for the descriptor to become readable at the next event; False when there is one already."""
         status: int = self.library.ucp_worker_arm(self.handle)
@@ -292,7 +291,7 @@ class Worker:
         self.library.check(self.library.ucp_worker_signal(self.handle), "ucp_worker_signal")
 
     def connect(self, address: bytes, number: int) -> Connection:
-        """A new endpoint; its failure is appended to `failures` under `number`.
+        """A new endpoint; its failure is reported under `number`.
 
         `address` must come from a peer that is trusted to send what its UCX made: UCX itself checks little.
         """
@@ -355,6 +354,16 @@ class Connection:
     def force_close(self) -> int | None:
         """Begin to close at once; what is in flight ends with an error."""
         return self._library.request(self._library.ucp_ep_close_nbx(self._endpoint, ctypes.byref(self._close)), "close")
+
+    def has_ended(self, request: int) -> bool:
+        """Whether a request has ended well, or TransportError; once it has ended, it is freed: ask no more."""
+        status = self._library.ucp_request_check_status(request)
+        if status == _UCS_INPROGRESS:
+            return False
+        self._library.ucp_request_free(request)
+        if status != _UCS_OK:
+            raise TransportError(self._library.status_text(status))
+        return True
 
     def release_key(self) -> None:
         """Give the remote key back, once no put refers to it any more."""

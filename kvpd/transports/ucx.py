@@ -3,7 +3,8 @@
 One context per data plane, one buffer mapped in it, one worker per target and one for all endpoints. Each worker has
 one task that makes progress half a millisecond at a time and otherwise sleeps on the worker's event descriptor: idle
 costs nothing. Whoever begins work kicks that task, because UCX may have queued work that no event will announce.
-A peer's death is an error, never a crash: endpoints are made with error handling.
+A peer's death is an error, never a crash: endpoints are made with error handling. UCX is called through a binding:
+kvpd's own here, ucx-py's in `ucx_py`, which limits what is in flight instead of the progress.
 
 Never fork a process that has a data plane open.
 """
@@ -16,21 +17,22 @@ import mmap
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import trio
 
 from kvpd.errors import ConfigError, TransportError
 from kvpd.transports import _ucp
-from kvpd.transports._puts import Batch, PutQueue
+from kvpd.transports._puts import Batch, PutQueue, Window
 from kvpd.transports._seal import seal_rkey, seal_worker_address, unseal_rkey, unseal_worker_address
+from kvpd.transports._ucx_binding import Connection, Mapping, Worker
 from kvpd.transports.base import Put, RemoteRegion
 
 PUT_WINDOW_BYTES: Final = 64 << 20
 TCP_PUT_WINDOW_BYTES: Final = 8 << 20
 # Over TCP one progress call works on a whole put, tens of milliseconds where it is large. CMA cuts by itself.
-TCP_PIECE_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 1 << 20
 PROGRESS_BUDGET_S: Final = 0.0005
 CLOSE_S: Final = 1.0  # what endpoints get to end in before their worker is destroyed under them
 
@@ -64,35 +66,29 @@ async def open_ucx_data_plane(
         ConfigError: no usable libucp, or it is too old, or it has none of the transports.
         TransportError: UCX has no worker to give; descriptors may have run out.
     """
-    mapping = _open_context(buffer, library, tls)
+    async with run_data_plane("ucx", _open_context(buffer, library, tls), put_window_bytes) as plane:
+        yield plane
+
+
+@asynccontextmanager
+async def run_data_plane(
+    transport: str, mapping: Mapping, put_window_bytes: int | None, shared_window: Window | None = None
+) -> AsyncIterator[UcxDataPlane]:
+    """A data plane over any binding to UCX; it closes `mapping`. `shared_window`: one for all endpoints together."""
     try:
         worker = mapping.context.create_worker()
     except TransportError:
         mapping.close()
         raise
     async with trio.open_nursery() as nursery:
-        plane = UcxDataPlane(mapping, worker, nursery, put_window_bytes)
+        plane = UcxDataPlane(transport, mapping, worker, nursery, put_window_bytes, shared_window)
         try:
             yield plane
         finally:
             await plane._close()
 
 
-@attrs.define
-class _Mapping:
-    """A UCX context and the buffer that it has mapped, kept from being freed or resized."""
-
-    context: _ucp.Context
-    export: ctypes.Array[ctypes.c_char] | None
-    address: int
-    length: int
-
-    def close(self) -> None:
-        self.context.close()
-        self.export = None
-
-
-def _open_context(buffer: Buffer, name: str, tls: str) -> _Mapping:
+def _open_context(buffer: Buffer, name: str, tls: str) -> Mapping:
     library = _ucp.load_library(name)
     if library.version[:2] < _ucp.MIN_VERSION:
         limit = ".".join(map(str, _ucp.MIN_VERSION))
@@ -108,7 +104,7 @@ def _open_context(buffer: Buffer, name: str, tls: str) -> _Mapping:
         choice = f"ucx_tls = {tls!r}" if tls else "ucx_tls is not set"
         remedy = "`ucx_info -d` lists the transports of this machine"
         raise ConfigError([f"UCX {_ucp.version_text(library)} cannot start: {exc}; {choice}; {remedy}"]) from exc
-    return _Mapping(context, export, address, length)
+    return Mapping(context, export, address, length)
 
 
 # ------------------------------------------------------------------ progress
@@ -117,7 +113,7 @@ def _open_context(buffer: Buffer, name: str, tls: str) -> _Mapping:
 class _ProgressLoop:
     """A worker and the task that makes progress for it."""
 
-    def __init__(self, worker: _ucp.Worker, after_progress: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, after_progress: Callable[[], None]) -> None:
         self.worker = worker
         self.rounds = 0
         self._after_progress = after_progress
@@ -169,7 +165,7 @@ class _ProgressLoop:
 class UcxTarget:
     """A worker of its own: destroying it stops what a network still has on its way. CMA writes it cannot stop."""
 
-    def __init__(self, loop: _ProgressLoop, mapping: _Mapping, on_closed: Callable[[UcxTarget], None]) -> None:
+    def __init__(self, loop: _ProgressLoop, mapping: Mapping, on_closed: Callable[[UcxTarget], None]) -> None:
         self.worker_address = seal_worker_address(loop.worker.address())
         self.base_address = mapping.address
         self.length = mapping.length
@@ -186,7 +182,7 @@ class UcxTarget:
 class _Request:
     """A UCX request: of a put with so many bytes, of a batch's flush (no bytes), or of the close (no batch)."""
 
-    handle: int
+    handle: Any  # the binding's
     batch: Batch | None
     length: int | None
 
@@ -197,21 +193,20 @@ class UcxEndpoint(PutQueue):
     def __init__(
         self,
         plane: UcxDataPlane,
-        connection: _ucp.Connection,
+        connection: Connection,
         region: RemoteRegion,
         on_broken: Callable[[str], None],
-        put_window_bytes: int | None,
     ) -> None:
         self.transports = connection.transports()
         over_tcp = self.transports == {"tcp"}
         super().__init__(
             local_bytes=plane._mapping.length,
             remote_bytes=region.length,
-            window_bytes=put_window_bytes or (TCP_PUT_WINDOW_BYTES if over_tcp else PUT_WINDOW_BYTES),
-            piece_bytes=TCP_PIECE_BYTES if over_tcp else None,
+            window_bytes=plane._put_window_bytes or (TCP_PUT_WINDOW_BYTES if over_tcp else PUT_WINDOW_BYTES),
+            piece_bytes=PIECE_BYTES if over_tcp or plane._shared_window else None,
+            shared=plane._shared_window,
         )
         self._plane = plane
-        self._library = plane._mapping.context.library
         self._connection = connection
         self._local_address = plane._mapping.address
         self._remote_address = region.base_address
@@ -257,30 +252,29 @@ class UcxEndpoint(PutQueue):
             handle = None  # UCX has nothing to close any more
         self._begun(_Request(handle, None, None) if handle else None)
 
-    def _report_failure(self, status: int) -> None:
+    def _report_failure(self, detail: str) -> None:
         """UCX says that the endpoint has failed; it wants it closed, from outside its callback."""
         if not self.broken:
-            detail = f"the endpoint failed: {self._library.status_text(status)}"
+            detail = f"the endpoint failed: {detail}"
             self._close(detail)
             self._on_broken(detail)
 
     def _reap(self) -> bool:
-        """Take what has ended and begin what fits; False when the endpoint is closed and nothing of it is left.
+        """Take what has ended; False when the endpoint is closed and nothing of it is left.
 
         Requests are asked in the order in which they began: asking all of them each time would cost more than the
         little that one waits here behind an older one.
         """
         while self._requests:
-            request = self._requests[0]
-            status = self._library.poll(request.handle)
-            if status == _ucp.UCS_INPROGRESS:
-                break
+            request, error = self._requests[0], None
+            try:
+                if not self._connection.has_ended(request.handle):
+                    break
+            except TransportError as exc:
+                error = str(exc)
             self._requests.popleft()
-            self._request_ended(request, None if status == _ucp.UCS_OK else self._library.status_text(status))
-        if self.broken:
-            return bool(self._requests)
-        self.pump()
-        return True
+            self._request_ended(request, error)
+        return not self.broken or bool(self._requests)
 
     def _request_ended(self, request: _Request, error: str | None) -> None:
         if request.batch is None:
@@ -299,14 +293,20 @@ class UcxEndpoint(PutQueue):
 class UcxDataPlane:
     """See `kvpd.transports.base.DataPlane`; made by `open_ucx_data_plane`."""
 
-    transport = "ucx"
-
     def __init__(
-        self, mapping: _Mapping, worker: _ucp.Worker, nursery: trio.Nursery, put_window_bytes: int | None
+        self,
+        transport: str,
+        mapping: Mapping,
+        worker: Worker,
+        nursery: trio.Nursery,
+        put_window_bytes: int | None,
+        shared_window: Window | None,
     ) -> None:
+        self.transport = transport
         self._mapping = mapping
         self._nursery = nursery
         self._put_window_bytes = put_window_bytes
+        self._shared_window = shared_window
         self._targets: dict[UcxTarget, None] = {}
         self._endpoints: dict[int, UcxEndpoint] = {}
         # UCX reuses the addresses of its endpoints; a number is never used again.
@@ -343,7 +343,11 @@ class UcxDataPlane:
         rkey = unseal_rkey(region.rkey, region.base_address, region.length)
         number = next(self._numbers)
         connection = self._loop.worker.connect(address, number)
-        endpoint = UcxEndpoint(self, connection, region, on_broken, self._put_window_bytes)
+        try:
+            endpoint = UcxEndpoint(self, connection, region, on_broken)
+        except TransportError:
+            connection.force_close()
+            raise
         self._endpoints[number] = endpoint
         try:
             connection.unpack_rkey(rkey)
@@ -359,17 +363,24 @@ class UcxDataPlane:
 
     def _after_progress(self) -> None:
         # Failures first: a batch whose flush "succeeded" on a failed endpoint must not count as written.
-        failures = self._loop.worker.failures
-        while failures:
-            number, status = failures.pop(0)
+        for number, detail in self._loop.worker.take_failures():
             if endpoint := self._endpoints.get(number):
-                endpoint._report_failure(status)
+                endpoint._report_failure(detail)
         for number, endpoint in list(self._endpoints.items()):
             if not endpoint._reap():
                 del self._endpoints[number]
                 endpoint._connection.release_key()
+        self._begin_puts()
         if self._closing and not self._endpoints:
             self._endpoints_gone.set()
+
+    def _begin_puts(self) -> None:
+        """Each endpoint begins what fits; who was first is last the next time, because the first may take all room."""
+        for endpoint in self._endpoints.values():
+            endpoint.pump()
+        if self._shared_window is not None and len(self._endpoints) > 1:
+            first = next(iter(self._endpoints))
+            self._endpoints[first] = self._endpoints.pop(first)
 
     async def _close(self) -> None:
         self._closing = True

@@ -1,7 +1,8 @@
 """A receiver in a process of its own, for the data planes' contract tests.
 
-`python data_plane_peer.py TLS BYTES` opens a UCX data plane and one target, writes the region as a line of JSON to its
-standard output, and answers each line `digest` with the SHA-256 of its buffer. It ends when its standard input does.
+`python -m transports.data_plane_peer MODE BYTES` opens a data plane over UCX and one target, writes the region
+as a line of JSON to its standard output, and answers each line `digest` with the SHA-256 of its buffer. It ends when
+its standard input does.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import sys
 
 import trio
 
-from kvpd.transports.ucx import open_ucx_data_plane
+from .ucx_modes import open_ucx
 
 
-async def main(tls: str, length: int) -> None:
+async def main(mode: str, length: int) -> None:
     """Serve until standard input ends."""
     buffer = mmap.mmap(-1, length)
-    async with open_ucx_data_plane(buffer, tls=tls) as plane:
+    async with open_ucx(mode, buffer) as plane:
         target = await plane.open_target()
         region = {
             "worker_address": target.worker_address.hex(),

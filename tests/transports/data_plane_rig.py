@@ -12,21 +12,32 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import attrs
+import pytest
 import trio
 
 from kvpd.transports.base import DataPlane, Endpoint, RemoteRegion, Target
 from kvpd.transports.memory_data import MemoryFabric, open_memory_data_plane
-from kvpd.transports.ucx import UcxDataPlane, UcxEndpoint, open_ucx_data_plane
+from kvpd.transports.ucx import UcxDataPlane, UcxEndpoint
 
-MODES: Final = ("memory", "ucx-cma", "ucx-tcp")
-UCX_MODES: Final = MODES[1:]
+from .ucx_modes import open_ucx, transports_of, why_not_ucx_py
+
 DEADLINE_S: Final = 20.0
+_TESTS: Final = Path(__file__).parents[1]
 
-_TLS: Final = {"ucx-cma": "", "ucx-tcp": "tcp"}
-_TRANSPORTS: Final = {"ucx-cma": {"cma", "tcp"}, "ucx-tcp": {"tcp"}}  # the first one writes, TCP sets up
+
+_WHY_NOT: Final = why_not_ucx_py()
+needs_ucx_py = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+
+
+def _over_ucx_py(wire: str) -> Any:
+    return pytest.param(f"ucx-py-{wire}", marks=needs_ucx_py)
+
+
+NETWORK_MODES: Final = ("memory", "ucx-tcp", _over_ucx_py("tcp"))
+MODES: Final = ("memory", "ucx-cma", "ucx-tcp", _over_ucx_py("cma"), _over_ucx_py("tcp"))
 
 
 def never_broken(detail: str) -> None:
@@ -42,7 +53,7 @@ def region_of(target: Target) -> RemoteRegion:
 def check_mode(mode: str, endpoint: Endpoint) -> None:
     """A test that means CMA must not pass over TCP."""
     if isinstance(endpoint, UcxEndpoint):
-        assert endpoint.transports == _TRANSPORTS[mode]
+        assert endpoint.transports == transports_of(mode)
 
 
 @asynccontextmanager
@@ -60,7 +71,7 @@ def _open_plane(
 ) -> AbstractAsyncContextManager[DataPlane]:
     if mode == "memory":
         return open_memory_data_plane(buffer, fabric=fabric, put_window_bytes=window_bytes or 64 << 20)
-    return open_ucx_data_plane(buffer, tls=_TLS[mode], put_window_bytes=window_bytes)
+    return open_ucx(mode, buffer, window_bytes)
 
 
 @attrs.frozen
@@ -186,9 +197,12 @@ async def open_remote(mode: str, fabric: MemoryFabric, buffer_bytes: int) -> Asy
         async with open_plane(mode, fabric, sink) as plane:
             yield MemoryRemote(fabric, sink, await plane.open_target())
         return
-    program = Path(__file__).with_name("data_plane_peer.py")
+    program = "transports.data_plane_peer"
     process = await trio.lowlevel.open_process(
-        [sys.executable, str(program), _TLS[mode], str(buffer_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", program, mode, str(buffer_bytes)],
+        cwd=_TESTS,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
         with trio.fail_after(DEADLINE_S):

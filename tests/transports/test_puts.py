@@ -8,7 +8,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpd.transports._puts import Batch, PutQueue
+from kvpd.transports._puts import Batch, PutQueue, Window
 from kvpd.transports.base import Put
 
 WINDOW_BYTES = 100
@@ -19,9 +19,13 @@ BUFFER_BYTES = 1000
 class AnyOrderWire(PutQueue):
     """A transport whose puts and flushes end when, and how, the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Window | None = None) -> None:
         super().__init__(
-            local_bytes=BUFFER_BYTES, remote_bytes=BUFFER_BYTES, window_bytes=WINDOW_BYTES, piece_bytes=PIECE_BYTES
+            local_bytes=BUFFER_BYTES,
+            remote_bytes=BUFFER_BYTES,
+            window_bytes=WINDOW_BYTES,
+            piece_bytes=PIECE_BYTES,
+            shared=shared,
         )
         self.begun: list[tuple[Batch, int]] = []  # whose, and its local offset
         self.under_way: list[tuple[Batch, int | None]] = []  # a put's length, or None for a flush
@@ -92,3 +96,30 @@ async def _play(rng: random.Random, failures: bool, closes: bool) -> None:
     assert wire.in_flight_bytes == 0
     assert not wire._queue
     assert not wire._unfinished
+
+
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=100, deadline=None)
+def test_a_shared_window_holds_for_all_together_and_all_of_them_end(seed: int) -> None:
+    """An endpoint that finds it full is begun when another's put has ended: nobody else would remember it."""
+    trio.run(_share, random.Random(seed))
+
+
+async def _share(rng: random.Random) -> None:
+    shared = Window(WINDOW_BYTES + PIECE_BYTES)
+    wires = [AnyOrderWire(shared) for _ in range(4)]
+    batches = [
+        wire.post([Put(0, 0, rng.randint(1, 150)) for _ in range(rng.randint(0, 4))])
+        for wire in rng.choices(wires, k=20)
+    ]
+    while busy := [wire for wire in wires if wire.under_way]:
+        wire = rng.choice(busy)
+        wire.end(rng.randrange(len(wire.under_way)), "bad luck" if rng.random() < 0.1 else None)
+        if rng.random() < 0.02:
+            wire.force_close()
+        for other in wires:
+            other.pump()
+            other.check()
+        assert shared.in_flight_bytes == sum(wire.in_flight_bytes for wire in wires) <= WINDOW_BYTES + PIECE_BYTES
+    assert all(batch.done for batch in batches)
+    assert shared.in_flight_bytes == 0

@@ -23,6 +23,10 @@ class MemoryBoard:
     ready: set[str] = attrs.Factory(set)
     failed: dict[str, Failure] = attrs.Factory(dict)
     discarded: list[tuple[str, bool]] = attrs.Factory(list)
+    waits: int = 0
+
+    def wait(self, seconds: float) -> None:
+        self.waits += 1
 
     def is_ready(self, transfer_id: str) -> bool:
         return transfer_id in self.ready
@@ -169,6 +173,38 @@ def test_decode_waits_without_blocks_and_loads_once() -> None:
     assert build(scheduler).loads == []
     assert scheduler.finished("a") == (False, None)
     assert board.discarded == []
+
+
+def test_a_step_with_nothing_to_do_but_wait_waits_for_the_receivers_word() -> None:
+    """vLLM steps as fast as it can while a request waits for its KV; that takes a CPU from who computes it."""
+    scheduler, board = consumer()
+    scheduler.on_new_request(incoming("a", 40))
+    assert build(scheduler).is_idle  # the step before it computed, and its tokens may still be on their way
+    assert board.waits == 0
+    assert not build(scheduler).is_idle  # waited for here, and so no more in a worker
+    assert board.waits == 1
+    assert not build(scheduler, b=1).is_idle
+    assert board.waits == 1
+
+
+def test_a_step_waits_for_no_word_while_a_load_is_to_be_reported() -> None:
+    """Whoever has their KV must not wait for those who have not."""
+    scheduler, board = consumer()
+    for name in ("a", "b"):
+        scheduler.on_new_request(incoming(name, 40))
+    build(scheduler)
+    board.ready.add("t-a")
+    assert scheduler.matched_tokens("a", 0) == (39, True)
+    scheduler.allocated("a", [0, 1, 2], 39)
+    assert [job.request_id for job in build(scheduler).loads] == ["a"]
+    assert build(scheduler).is_idle
+    assert board.waits == 0
+    scheduler.received(["a"])
+    build(scheduler)
+    assert board.waits == 1
+    scheduler.finished("b")
+    assert build(scheduler).is_idle  # for nobody's sake
+    assert board.waits == 1
 
 
 def test_p42_only_what_is_missing_is_loaded() -> None:

@@ -271,6 +271,16 @@ def test_the_board_frees_at_once_what_has_landed_and_is_not_needed(pair: Pair) -
     assert pair.receiver.slots() == {"free": 8}
 
 
+def test_whoever_waits_at_the_board_hears_that_a_transfer_is_ready(pair: Pair) -> None:
+    """A wait that ended late would be added to every request's time to first token."""
+    pair.open("a")
+    pair.save("a", 0, [[0, 1], [2, 3], [4]], is_last=True)
+    began = time.monotonic()
+    while not pair.board.is_ready("t-a"):
+        pair.board.wait(DEADLINE_S)
+    assert time.monotonic() - began < DEADLINE_S / 2
+
+
 def test_the_board_knows_when_its_receiver_is_lost(pair: Pair) -> None:
     """What was ready there will not be claimed any more."""
     pair.open("a")

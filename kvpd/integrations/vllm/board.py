@@ -36,6 +36,7 @@ class Board:
         self._unwanted: OrderedDict[str, float] = OrderedDict()
         self._cancels: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._news = threading.Event()  # something was said since the scheduler last waited for it
         spawn("kvpd-events", self._listen)
         spawn("kvpd-cancel", self._cancel)
 
@@ -48,6 +49,11 @@ class Board:
     def failure(self, transfer_id: str) -> Failure | None:
         """Why it will never be ready, if that is known."""
         return self._failed.get(transfer_id)
+
+    def wait(self, seconds: float) -> None:
+        """Until the receiver has said something that was not waited for yet, `seconds` at most."""
+        self._news.wait(seconds)
+        self._news.clear()
 
     def forget(self, transfer_id: str) -> None:
         """It was handed to the worker."""
@@ -114,6 +120,7 @@ class Board:
                     _remember(self._failed, event.req_id, _USED)
                     self._unwanted.pop(event.req_id, None)
                     unwanted = False
+        self._news.set()
         if unwanted:
             self._cancels.put(event.req_id)
 
@@ -124,6 +131,7 @@ class Board:
                 _remember(self._failed, transfer_id, _LOST)
             self._ready.clear()
             self._unwanted.clear()
+        self._news.set()
 
     def _cancel(self) -> None:
         while (transfer_id := self._cancels.get()) is not None:

@@ -141,6 +141,7 @@ class KvpdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """See vLLM."""
         assert self._scheduler is not None
+        self._scheduler.received(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             self._scheduler.failed(report.failures)

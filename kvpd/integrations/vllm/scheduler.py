@@ -1,6 +1,7 @@
 """The connector's half in vLLM's scheduler: which requests go out, which come in, and which blocks are theirs.
 
-Every hook answers from memory. What a request asks for is read once, when the scheduler first sees it; a transfer is
+Every hook answers from memory, and at once; only a step that has nothing to compute waits for word of what it needs,
+a few milliseconds at most. What a request asks for is read once, when the scheduler first sees it; a transfer is
 used at most once, by one request; whatever a request leaves unused is freed, however it ends.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import attrs
 
@@ -17,6 +18,10 @@ from kvpd.integrations.vllm.keys import Chunking, chunk_keys
 from kvpd.integrations.vllm.layout import Layout
 from kvpd.integrations.vllm.log import engine_log
 from kvpd.integrations.vllm.metadata import ChunkSource, Failure, LoadJob, OpenJob, SaveJob, Step
+
+# How long a step may wait for the receiver's word where there is nothing else to do; a request that comes to the engine
+# meanwhile waits for as long.
+WAIT_S: Final = 0.005
 
 
 class RequestView(Protocol):
@@ -50,6 +55,8 @@ class Readiness(Protocol):
     def is_ready(self, transfer_id: str) -> bool: ...
 
     def failure(self, transfer_id: str) -> Failure | None: ...
+
+    def wait(self, seconds: float) -> None: ...
 
     def forget(self, transfer_id: str) -> None: ...
 
@@ -93,7 +100,9 @@ class Scheduler:
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, Incoming] = {}
         self._owners: dict[str, str] = {}  # transfer -> the request that uses it
+        self._loading: set[str] = set()  # requests whose load the workers have not reported yet
         self._step = Step()
+        self._was_idle = False  # the step before this one computed nothing
 
     # ------------------------------------------------------------------ a request appears
 
@@ -213,7 +222,7 @@ class Scheduler:
             if external_tokens:
                 outgoing.failure_is_reported = True
                 blocks = tuple(block_ids[:1])
-                self._step.loads.append(LoadJob(request_id, outgoing.transfer_id, (), 0, blocks, outgoing.failure))
+                self._load(LoadJob(request_id, outgoing.transfer_id, (), 0, blocks, outgoing.failure))
             return
         incoming = self._incoming.pop(request_id, None)
         if incoming is None:
@@ -224,7 +233,7 @@ class Scheduler:
             return
         last = self._chunking.blocks(incoming.prompt_tokens - 1)
         first = last - self._chunking.blocks(external_tokens)
-        self._step.loads.append(
+        self._load(
             LoadJob(
                 request_id,
                 incoming.transfer_id,
@@ -240,6 +249,14 @@ class Scheduler:
         else:
             self._let_go(incoming.transfer_id)
 
+    def _load(self, job: LoadJob) -> None:
+        self._loading.add(job.request_id)
+        self._step.loads.append(job)
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """Loads that the workers have ended, well or not."""
+        self._loading.difference_update(request_ids)
+
     def _let_go(self, transfer_id: str, *, at_once: bool = True) -> None:
         assert self._board is not None
         self._board.discard(transfer_id, at_once=at_once)
@@ -252,7 +269,9 @@ class Scheduler:
     ) -> Step:
         """What the workers have to do in this step: `new`, `cached` and so on are the scheduler output's."""
         step, self._step = self._step, Step()
-        step.is_idle = not scheduled_tokens
+        if not scheduled_tokens:
+            step.is_idle = not self._has_waited(step)
+        self._was_idle = not scheduled_tokens
         step.preempted += [request_id for request_id in preempted if request_id in self._outgoing]
         for one in new:
             if one.req_id in self._outgoing:
@@ -265,6 +284,16 @@ class Scheduler:
                 anew = request_id in cached.resumed_req_ids
                 self._advance(step, request_id, computed, list(groups[0]) if groups else [], anew=anew)
         return step
+
+    def _has_waited(self, step: Step) -> bool:
+        """Wait for the receiver's word where nothing else can happen: it is heard in this process, so that it ends the
+        wait at once. A worker that waits instead would not hear it, and vLLM spins here until the worker is done.
+        """
+        # The step before may still run, and its tokens must not be kept waiting.
+        if self._board is None or not self._incoming or not self._was_idle or step.opens or self._loading:
+            return False
+        self._board.wait(WAIT_S)
+        return True
 
     def _advance(self, step: Step, request_id: str, computed_tokens: int, block_ids: list[int], *, anew: bool) -> None:
         """After this step the request has `computed_tokens`; its newest blocks, or all of them, are these."""

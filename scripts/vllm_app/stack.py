@@ -74,7 +74,7 @@ class Stack:
         self._control = "127.0.0.1:0"  # the receiver's: what it takes at first it takes again
         self._scratch = contextlib.ExitStack()
         self._sockets = Path()
-        self._engines = ("prefill", "decode", "single") if with_single else ("prefill", "decode")
+        self._engines: tuple[str, ...] = ("prefill", "decode", *(("single",) if with_single else ()))
 
     def __getitem__(self, name: str) -> Part:
         return self._parts[name]
@@ -207,7 +207,6 @@ class Stack:
     def _start(self, name: str) -> None:
         is_daemon = name not in self._engines
         command = self._daemon_command(name) if is_daemon else self._engine_command(name)
-        environment = child_environment() if is_daemon else {**child_environment(), **_VLLM_ENVIRONMENT}
         # An interrupt between the start of a process and its entry here would leave it behind.
         with interrupts_held():
             self._parts[name] = Part(
@@ -215,10 +214,13 @@ class Stack:
                 command,
                 log=self.logs / f"{name}{'.jsonl' if is_daemon else '.log'}",
                 ready_mark=_DAEMON_READY if is_daemon else _ENGINE_READY,
-                environment=environment,
+                environment=self._environment(name),
                 folder=ROOT,
                 news=self._news,
             )
+
+    def _environment(self, name: str) -> dict[str, str]:
+        return {**child_environment(), **(_VLLM_ENVIRONMENT if name in self._engines else {})}
 
     def _daemon_command(self, role: str) -> list[str]:
         served = self.served

@@ -122,6 +122,7 @@ class KvpdPeer(Peer):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], terms: Terms) -> None:
         super().__init__(context, terms)
         self._messages = itertools.count(1)
+        self._cancels: set[int] = set()  # messages that were not acknowledged yet
         name = f"bench-{self.number}"
         self._receiver = 0
         hello = Hello(self.number, 0, 0, PROTOCOL_VERSION, name, terms.chunk_bytes, "", 0, _elsewhere())
@@ -142,6 +143,7 @@ class KvpdPeer(Peer):
 
     def _cancel(self, request: int, first_key: int, chunks: int) -> None:
         head = (self.number, self._receiver, next(self._messages))
+        self._cancels.add(head[2])
         self._send(CancelNotif(*head, request, (), ErrorCode.CANCELLED, True))
 
     def _understand(self, frame: bytes) -> str:
@@ -150,8 +152,11 @@ class KvpdPeer(Peer):
             raise WireFailed(f"kvpd refuses: {message.error}")
         if isinstance(message, AllocResponse):
             return "granted"
-        # A Heartbeat bears the id 0 and is acknowledged too.
-        return "cancelled" if isinstance(message, Ack) and message.message_id else ""
+        # A Heartbeat is acknowledged too, and so is a request that must wait for room.
+        if not isinstance(message, Ack) or message.message_id not in self._cancels:
+            return ""
+        self._cancels.remove(message.message_id)
+        return "cancelled"
 
     def keep_alive(self) -> None:
         oldest = min(self._keys, default=0)

@@ -48,6 +48,7 @@ class ReportName(enum.StrEnum):
     ADMISSION_GRANTED = "admission_granted"
     BATCH_STAGED = "batch_staged"
     PIECE_WRITTEN = "piece_written"
+    PIECE_FILLED = "piece_filled"
     TRANSFER_DONE = "transfer_done"
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_CANCELLED = "transfer_cancelled"

@@ -81,8 +81,8 @@ class Hello(PeerMessage, frozen=True):
     """Sender to receiver: here I am, in this incarnation; `receiver_incarnation` is 0, not known yet.
 
     No transfer numbered below `oldest_live` will be spoken of in the session that this opens. `puts_ended` says that
-    every put of this process's earlier sessions with this receiver has ended, well or not: on one host, where the
-    sender's own kernel writes, that is a fence.
+    every put of this process's earlier sessions with this receiver has ended, well or not, and that none of its engines
+    fills a slot for one of them: on one host, where the sender's own kernel and its engines write, that is a fence.
     """
 
     protocol_version: Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -95,7 +95,11 @@ class Hello(PeerMessage, frozen=True):
 
 
 class Welcome(PeerMessage, frozen=True):
-    """Receiver to sender: the session is open, here is where to put."""
+    """Receiver to sender: the session is open, here is where to put.
+
+    `share` is the path of the socket where the sender's engines are given the receiver's memory, to fill slots in
+    place; empty where they are not.
+    """
 
     protocol_version: Annotated[int, Meta(ge=0, lt=1 << 31)]
     receiver_id: Name
@@ -106,6 +110,7 @@ class Welcome(PeerMessage, frozen=True):
     put_deadline_s: Annotated[float, Meta(gt=0, le=1e6)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1, max_length=4096)]
     verify: Verify = "off"
+    share: Text = ""
 
 
 class AllocRequest(PeerMessage, frozen=True):
@@ -150,12 +155,17 @@ class WriteDone(PeerMessage, frozen=True):
 
 
 class CancelNotif(PeerMessage, frozen=True):
-    """Sender to receiver: this transfer is over, and its puts have ended. `drained` says that none can still land."""
+    """Sender to receiver: this transfer is over. `drained`: its puts have ended, and nothing can still land.
+
+    One that is not drained ends the session, unless `goes_on`: an engine may still be filling slots in place, nothing
+    else is wrong, and a drained one follows when the engine has let go.
+    """
 
     transfer_no: TransferNo
     keys: Annotated[tuple[Key, ...], Meta(max_length=BATCH_CHUNKS_MAX)]
     reason: ErrorCode
     drained: bool
+    goes_on: bool = False
 
 
 class RevokeNotif(PeerMessage, frozen=True):
@@ -167,11 +177,16 @@ class RevokeNotif(PeerMessage, frozen=True):
 
 
 class Heartbeat(PeerMessage, frozen=True):
-    """Sender to receiver: I live, I speak of no transfer below `oldest_live`, and these transfers are being put."""
+    """Sender to receiver: I live, I speak of no transfer below `oldest_live`, and these transfers are being put.
+
+    `puts_ended` makes up for a Hello that could not say so: every put of this process's earlier sessions with this
+    receiver has ended by now, and none of its engines fills a slot for one of them.
+    """
 
     oldest_live: TransferNo
     # (transfer_no, puts in flight), only where there are any.
     in_flight: Annotated[tuple[tuple[TransferNo, Count], ...], Meta(max_length=16384)] = ()
+    puts_ended: bool = False
 
 
 class Ack(PeerMessage, frozen=True):

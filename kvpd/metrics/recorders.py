@@ -258,6 +258,7 @@ class SenderMetrics(TransferMetrics):
         self.batches = self._tally("kvpd_batches", "Batches put.")
         self._put_seconds = self._spread("kvpd_put_seconds", "From posting a batch to its flush.", _FAST_S)
         self._put_bytes = self._tally("kvpd_put_bytes", "Bytes that were put.")
+        self._filled_bytes = self._tally("kvpd_filled_bytes", "Bytes that engines wrote into receivers' slots in place.")
         self._staging_wait = self._spread(
             "kvpd_staging_wait_seconds", "From a batch's answer to its staging slots.", _WAIT_S
         )
@@ -277,6 +278,11 @@ class SenderMetrics(TransferMetrics):
         self.batches.inc()
         self._put_seconds.observe(seconds)
         self._put_bytes.inc(nbytes)
+
+    def filled(self, nbytes: int) -> None:
+        """An engine has filled a batch in place."""
+        self.batches.inc()
+        self._filled_bytes.inc(nbytes)
 
     def staging_wait(self, seconds: float) -> None:
         """A batch got its staging slots."""

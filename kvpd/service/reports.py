@@ -34,6 +34,7 @@ _DEBUG: Final = frozenset(
         ReportName.CHUNKS_WRITTEN,
         ReportName.BATCH_STAGED,
         ReportName.PIECE_WRITTEN,
+        ReportName.PIECE_FILLED,
     }
 )
 
@@ -137,6 +138,8 @@ class SenderReports:
                 metrics.staging_wait(float(fields["waited_s"]))
             case ReportName.PIECE_WRITTEN:
                 metrics.put(float(fields["seconds"]), int(fields["bytes"]))
+            case ReportName.PIECE_FILLED:
+                metrics.filled(int(fields["bytes"]))
             case ReportName.TRANSFER_DONE:
                 metrics.done.inc()
             case ReportName.TRANSFER_FAILED | ReportName.TRANSFER_CANCELLED:

@@ -52,7 +52,9 @@ class SessionClosed:
 
 @attrs.frozen
 class ProcessDied:
-    """The process of the session's sender, on this host, is dead (or was already)."""
+    """The process of the session's sender, on this host, is dead (or was already), and so is every engine that was
+    given this receiver's memory on its behalf, unless that engine has let go of it.
+    """
 
     session_no: int
 
@@ -131,10 +133,15 @@ class SendMessage:
 
 @attrs.frozen
 class OpenSession:
-    """Make a worker for this session; answer SessionOpened or SessionFailed. Watch `process` if it is on this host."""
+    """Make a worker for this session; answer SessionOpened or SessionFailed. Watch `process` if it is on this host.
+
+    `sender_id` and `incarnation` name the start of the sender, for the engines that fill slots on its behalf.
+    """
 
     session_no: int
     process: HostIdentity | None
+    sender_id: str
+    incarnation: int
 
 
 @attrs.frozen

@@ -37,11 +37,11 @@ class Peers(Rollback):
             self._refuse(peer, hello, refusal)
             return
         if hello.puts_ended:
-            for old in self._sessions.closing_before(hello):
-                self._fence_progressed(old.number, now, puts_ended=True)
+            self._earlier_puts_ended(hello, now)
         session = self._sessions.start(peer, hello, Outbox(self.settings.repeat_s), now=now)
         self._timers.set(("lease", session.number), now + self.settings.lease_s)
-        self._actions.append(ev.OpenSession(session.number, hello.host if session.same_host else None))
+        process = hello.host if session.same_host else None
+        self._actions.append(ev.OpenSession(session.number, process, session.sender_id, session.incarnation))
 
     def _session_opened(self, session_no: int, regions: tuple[Region, ...], now: float) -> None:
         session = self._sessions.numbered(session_no)
@@ -63,9 +63,18 @@ class Peers(Rollback):
             put_deadline_s=settings.put_deadline_s,
             regions=regions,
             verify=settings.verify,
+            share=self._share_for(session),
         )
         self._send(session, session.welcome)
         self._report(ReportName.SESSION_OPENED, peer=session.peer, sender=session.sender_id, session=session.number)
+
+    def _share_for(self, session: Session) -> str:
+        """Where this sender's engines are given our memory: on one host, and where no checksum is asked for.
+
+        Only there does their process's death end what they write, and nobody computes a sum of what they wrote.
+        """
+        settings = self.settings
+        return settings.share if session.same_host and settings.verify == "off" else ""
 
     def _session_failed(self, session_no: int, detail: str, now: float) -> None:
         session = self._sessions.numbered(session_no)
@@ -120,8 +129,15 @@ class Peers(Rollback):
         if self._sessions.numbered(session_no) is not None:  # the last fence may have forgotten it already
             self._forget_if_settled(session)
 
+    def _earlier_puts_ended(self, hello: Hello, now: float) -> None:
+        """The process that said this Hello has ended every write of the sessions that it had before."""
+        for old in self._sessions.closing_before(hello):
+            self._fence_progressed(old.number, now, puts_ended=True)
+
     def _heartbeat(self, session: Session, message: Heartbeat, now: float) -> None:
         session.advance_oldest_live(message.oldest_live)
+        if message.puts_ended:
+            self._earlier_puts_ended(session.hello, now)
         for transfer_no, _count in message.in_flight:
             transfer = session.transfers.get(transfer_no)
             if transfer is not None and transfer.state is ReceiverState.ADMITTED:
@@ -145,7 +161,7 @@ class Peers(Rollback):
                 self._fence(transfer, now)
         elif transfer.state is not ReceiverState.CLAIMED:
             self._roll_back(transfer, error, now, fenced=message.drained, tell=False)
-        if not message.drained:
+        if not message.drained and not message.goes_on:
             # Its endpoint was cut off: nothing more can come through it, and only the session's end is a fence.
             self._end_session(session, ErrorInfo(ErrorCode.TRANSPORT_FAILED, "the sender cut its puts off"), now)
 

@@ -2,7 +2,7 @@
 
 Nothing that a session's sender may still write is reused before the session's fence: over a network that is the
 destruction of its worker, on one host the death of the sender's process too, because there the sender's own kernel
-does the writing. Time alone never frees a slot.
+does the writing, and the death of each engine that was given the memory. Time alone never frees a slot.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Session:
     waiting: int = 0  # transfers that are QUEUED
     unfenced: int = 0  # transfers that are REVOKED
     worker_destroyed: bool = False
-    process_dead: bool = False
-    puts_ended: bool = False  # by its process's own word, in a later Hello
+    process_dead: bool = False  # and with it every engine that fills slots on its behalf
+    puts_ended: bool = False  # by its process's own word, in a later Hello or Heartbeat
 
     @property
     def sender_id(self) -> str:

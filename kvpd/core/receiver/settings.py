@@ -26,6 +26,7 @@ class ReceiverSettings:
     claim_ttl_s: float = 0.0  # 0: a claim may be held for ever
     bypass_max: int = 0
     verify: Verify = "off"
+    share: str = ""  # where engines on this host are given the memory, to fill slots in place; empty: nowhere
     lease_s: float = 10.0
     put_deadline_s: float = 4.0
     sessions_max: int = 1024

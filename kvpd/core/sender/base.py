@@ -16,7 +16,7 @@ from kvpd.core.timers import Timers
 
 Deadline = (
     tuple[Literal["connect", "reconnect", "repeat", "heartbeat", "fence"], str]
-    | tuple[Literal["request", "latecomers"], int]
+    | tuple[Literal["request", "latecomers", "let go"], int]
     | tuple[Literal["notify"], None]
 )
 
@@ -37,6 +37,9 @@ class SenderBase:
         # Transfers of lost sessions whose puts have not ended, by receiver: until then no new session is opened.
         self._undrained: dict[str, int] = {}
         self._never_ended: set[str] = set()  # receivers to which a put may be in flight for ever
+        # Transfers of lost sessions of which an engine still fills slots in place, by receiver: they are waited for no
+        # more, but until then no Hello says that all has ended.
+        self._overdue: dict[str, int] = {}
         self._lost: list[Peer] = []  # in this step
         self._failures: list[tuple[str, FailNotif]] = []  # of this step, and the proxies that must hear of them
         self._reconnect_until: dict[str, float] = {}
@@ -82,8 +85,12 @@ class SenderBase:
             layout=settings.layout,
             oldest_live=self._oldest_live(peer),
             host=settings.host,
-            puts_ended=peer.receiver not in self._never_ended,
+            puts_ended=self._earlier_puts_ended(peer.receiver),
         )
+
+    def _earlier_puts_ended(self, receiver: str) -> bool:
+        """Whether nothing of an earlier session can still write into this receiver's slots."""
+        return receiver not in self._never_ended and receiver not in self._overdue
 
     def _oldest_live(self, peer: Peer) -> int:
         return next(iter(peer.transfers), self._highest_no + 1)

@@ -27,7 +27,7 @@ class SenderCore(Moving):
             case ev.PieceFilled(number, piece):
                 self._piece_filled(number, piece, now)
             case ev.EngineLetGo(number):
-                self._engine_let_go(number)
+                self._engine_let_go(number, now)
             case RequestCancelled(req_id):
                 for transfer in list(self._by_req_id.get(req_id, {}).values()):
                     self._cancel(transfer, transfer_error(ErrorCode.CANCELLED, "cancelled by the prefill engine"))
@@ -161,7 +161,7 @@ class SenderCore(Moving):
         if isinstance(event, ev.EndpointBroken):
             self._lose_peer(peer, ErrorCode.TRANSPORT_FAILED, event.detail[:1024])
         elif peer.state is PeerState.WELCOMED:
-            self._endpoint_opened(peer, now)
+            self._endpoint_opened(peer, event, now)
 
     def _clock_jumped(self, gap_s: float) -> None:
         """While the loop stood still leases ran on: cut every endpoint before anything else is put."""
@@ -176,6 +176,8 @@ class SenderCore(Moving):
                     self._request_timed_out(self._transfers[number])
                 case ("latecomers", number):
                     self._joining.forget(number)
+                case ("let go", number):
+                    self._let_go_overdue(self._transfers[number], now)
                 case ("notify", _):
                     self._notify_due(now)
                 case ("connect", receiver):

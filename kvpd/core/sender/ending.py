@@ -2,7 +2,8 @@
 
 Cancelling is one path for every reason. The engine is told at once; the puts in flight drain, bounded by the put
 deadline; then the receiver is told, until it answers. Staging slots are free again only when nobody can read or write
-them: a put's when the put has ended, an unfilled one when the engine has let go of the transfer.
+them: a put's when the put has ended, an unfilled one when the engine has let go of the transfer. Nothing can cut off an
+engine that fills the receiver's slots in place: only its own word, or its death, says that it has ended.
 """
 
 from __future__ import annotations
@@ -61,17 +62,28 @@ class Ending(SenderBase):
         peer = transfer.peer
         transfer.puts_drained = True
         if transfer.open_sent and peer.state is not PeerState.LOST:
-            assert transfer.error is not None
-            notif = self._cancel_notif(peer, transfer.number, transfer.error.code, drained=drained)
             if drained:
-                transfer.cancel_id = notif.message_id
-                self._send_until_answered(peer, notif, now)
+                self._send_cancel_notif(transfer, now, drained=True)
             else:
-                self._send(peer, notif)
+                assert transfer.error is not None
+                self._send(peer, self._cancel_notif(peer, transfer.number, transfer.error.code, drained=False))
         self._settle(transfer)
 
-    def _cancel_notif(self, peer: Peer, number: int, reason: ErrorCode, *, drained: bool) -> CancelNotif:
-        return CancelNotif(self.settings.incarnation, peer.incarnation, self._message_id(), number, (), reason, drained)
+    def _send_cancel_notif(self, transfer: Transfer, now: float, *, drained: bool) -> None:
+        """Until it is answered, or makes way for the next one. One that is not drained lets the session go on."""
+        assert transfer.error is not None
+        peer = transfer.peer
+        if transfer.cancel_id is not None:
+            peer.outbox.answer(transfer.cancel_id)
+        notif = self._cancel_notif(peer, transfer.number, transfer.error.code, drained=drained, goes_on=not drained)
+        transfer.cancel_id = notif.message_id
+        self._send_until_answered(peer, notif, now)
+
+    def _cancel_notif(
+        self, peer: Peer, number: int, reason: ErrorCode, *, drained: bool, goes_on: bool = False
+    ) -> CancelNotif:
+        incarnation = self.settings.incarnation
+        return CancelNotif(incarnation, peer.incarnation, self._message_id(), number, (), reason, drained, goes_on)
 
     def _settle(self, transfer: Transfer) -> None:
         """Forget an ending transfer once its puts are drained and the receiver knows, or cannot know."""
@@ -85,11 +97,12 @@ class Ending(SenderBase):
         share.puts_ended = True
         self._let_linger(share)
         for piece in list(share.pieces.values()):
-            self._drop_piece(share, piece)
+            if not (piece.in_place and piece.state is PieceState.FILLING):
+                self._drop_piece(share, piece)
 
     def _let_linger(self, share: Share) -> None:
-        """The slots that the engine may still be filling are no transfer's any more, and nobody else's yet."""
-        filling = [piece for piece in share.pieces.values() if piece.state is PieceState.FILLING]
+        """Staging slots that the engine may still be filling are no transfer's any more, and nobody else's yet."""
+        filling = [p for p in share.pieces.values() if p.state is PieceState.FILLING and not p.in_place]
         slots = [slot for piece in filling for slot in piece.staging_slots]
         if slots:  # a piece whose chunks the receiver has already holds none
             self._lingering[share.number] = share.rank, slots
@@ -121,19 +134,6 @@ class Ending(SenderBase):
         else:
             transfer.peer.writing.pop(transfer.number, None)
 
-    def _engine_let_go(self, number: int) -> None:
-        """The engine writes into none of its share's slots any more; the transfer ends for every rank."""
-        if number in self._lingering:
-            rank, slots = self._lingering.pop(number)
-            self.staging[rank].recover(slots)
-        share = self._shares.get(number)
-        if share is None:
-            return
-        self._cancel(share.transfer, transfer_error(ErrorCode.CANCELLED, f"{self._engine_of(share)} left the transfer"))
-        for piece in list(share.pieces.values()):
-            if piece.state is PieceState.FILLING:
-                self._drop_piece(share, piece)
-
     def _engine_of(self, share: Share) -> str:
         """Whom an error speaks of."""
         return "the engine" if self.settings.ranks == 1 else f"the engine of rank {share.rank}"
@@ -154,7 +154,7 @@ class Ending(SenderBase):
             seconds=now - transfer.opened_at,
             admission_s=transfer.admitted_at - transfer.opened_at,
             chunks=transfer.total_chunks,
-            bytes=transfer.bytes_put,
+            bytes=transfer.bytes_sent,
         )
         self._notify(transfer, now)
 

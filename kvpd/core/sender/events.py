@@ -18,7 +18,7 @@ from kvpd.errors import ErrorCode, TransferError
 class OpenRequested:
     """A rank's engine opens a transfer, or joins the one that another rank has opened. Numbers grow; none comes twice.
 
-    `group` names the engine that the rank is part of.
+    `group` names the engine that the rank is part of. `in_place`: it can write into a receiver's memory itself.
     """
 
     transfer_no: int
@@ -29,6 +29,7 @@ class OpenRequested:
     notify: str | None = None
     rank: int = 0
     group: str = ""
+    in_place: bool = False
 
 
 @attrs.frozen
@@ -91,10 +92,15 @@ class PeerMessageRejected:
 
 @attrs.frozen
 class EndpointOpened:
-    """The endpoint of this session can be put to."""
+    """The endpoint of this session can be put to. `in_place`: our engines can have the receiver's memory too.
+
+    `way` is what carries the bytes, for the log.
+    """
 
     receiver: str
     endpoint: int
+    way: str = ""
+    in_place: bool = False
 
 
 @attrs.frozen
@@ -202,16 +208,21 @@ class SendToPeer:
 
 @attrs.frozen
 class OpenEndpoint:
-    """Make an endpoint to these regions; answer EndpointOpened or EndpointBroken."""
+    """Make an endpoint to these regions; answer EndpointOpened or EndpointBroken.
+
+    `share` is where the receiver, in this incarnation, gives its memory to engines; empty where it does not.
+    """
 
     receiver: str
     endpoint: int
     regions: tuple[Region, ...]
+    share: str
+    incarnation: int
 
 
 @attrs.frozen
 class CloseEndpoint:
-    """Force-close this endpoint, now. Not answered."""
+    """Force-close this endpoint, now, and have engines let go of the memory that they fill in place. Not answered."""
 
     receiver: str
     endpoint: int
@@ -219,7 +230,7 @@ class CloseEndpoint:
 
 @attrs.frozen
 class StagedSlot:
-    """One chunk on its way: from a staging slot to a remote slot, `length` bytes."""
+    """One chunk on its way: from a staging slot to a remote slot, `length` bytes. In place both are the remote one."""
 
     local: int
     remote: int
@@ -228,7 +239,11 @@ class StagedSlot:
 
 @attrs.frozen
 class GrantPiece:
-    """Let the engine fill these slots; None: the receiver has that chunk. `first` counts within the stage."""
+    """Let the engine fill these slots; None: the receiver has that chunk. `first` counts within the stage.
+
+    The slots are in the staging buffer, or, where `place` is not 0, in the memory of the receiver that the endpoint of
+    this number leads to.
+    """
 
     transfer_no: int
     stage: int
@@ -236,6 +251,7 @@ class GrantPiece:
     first: int
     entries: tuple[StagedSlot | None, ...]
     is_last_piece: bool
+    place: int = 0
 
 
 @attrs.frozen

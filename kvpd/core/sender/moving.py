@@ -154,8 +154,9 @@ class Moving(Opening):
             if stage.batch.remote_indexes is None or stage.is_waiting:
                 return
             wanted = stage.slots_wanted
-            if wanted == 0:
-                self._grant_piece(share, stage, (), now)
+            in_place = share.in_place and share.transfer.peer.in_place
+            if wanted == 0 or in_place:
+                self._grant_piece(share, stage, (), now, in_place=wanted > 0)
                 continue
             receiver, staging = share.transfer.peer.receiver, self.staging[share.rank]
             if not share.is_filling:
@@ -189,8 +190,10 @@ class Moving(Opening):
                 else:
                     self._stage_next(share, now)
 
-    def _grant_piece(self, share: Share, stage: Stage, slots: tuple[int, ...], now: float) -> None:
-        """As many of the batch's next chunks as these slots hold, and those that need none."""
+    def _grant_piece(
+        self, share: Share, stage: Stage, slots: tuple[int, ...], now: float, *, in_place: bool = False
+    ) -> None:
+        """As many of the batch's next chunks as these slots hold, and those that need none. In place: all of them."""
         batch, first = stage.batch, stage.cursor
         assert batch.remote_indexes is not None
         entries: list[StagedSlot | None] = []
@@ -199,22 +202,23 @@ class Moving(Opening):
             remote = batch.remote_indexes[position]
             if remote < 0:
                 entries.append(None)
-            elif free:
+            elif free or in_place:
                 is_last = position == len(batch.keys) - 1
                 length = batch.last_chunk_bytes if is_last else self.settings.chunk_bytes
-                entries.append(StagedSlot(free.pop(), remote, length))
+                entries.append(StagedSlot(remote if in_place else free.pop(), remote, length))
             else:
                 break
         assert not free, "more staging slots than chunks to stage"
-        piece = Piece(share.next_piece, batch.first_chunk + first, tuple(entries))
+        piece = Piece(share.next_piece, batch.first_chunk + first, tuple(entries), in_place=in_place)
         share.next_piece += 1
         share.pieces[piece.number] = piece
         stage.cursor += len(entries)
         is_last_piece = stage.cursor == len(batch.keys)
         if is_last_piece:
             self._staged(share, stage)
+        place = share.transfer.peer.endpoint if in_place else 0
         self._actions.append(
-            ev.GrantPiece(share.number, stage.number, piece.number, first, piece.entries, is_last_piece)
+            ev.GrantPiece(share.number, stage.number, piece.number, first, piece.entries, is_last_piece, place)
         )
         self._report_of(
             ReportName.BATCH_STAGED,
@@ -246,8 +250,18 @@ class Moving(Opening):
             return
         if not transfer.is_live:
             self._drop_piece(share, piece)
+            self._end_if_drained(transfer, now)
             return
-        if piece.puts:
+        if piece.in_place:
+            self._piece_landed(share, piece, now)
+            self._report_of(
+                ReportName.PIECE_FILLED,
+                transfer,
+                rank=share.rank,
+                chunks=len(piece.puts),
+                bytes=sum(put.length for put in piece.puts),
+            )
+        elif piece.puts:
             piece.state = PieceState.WRITING
             peer = transfer.peer
             self._note_writing(transfer)
@@ -267,18 +281,22 @@ class Moving(Opening):
             self._drop_piece(share, piece)
             return
         self.staging[share.rank].give_back(transfer.peer.receiver, piece.staging_slots)
-        piece.state = PieceState.ACKING
-        self._note_writing(transfer)
-        size = sum(put.length for put in piece.puts)
-        transfer.bytes_put += size
         self._report_of(
             ReportName.PIECE_WRITTEN,
             transfer,
             rank=share.rank,
             chunks=len(piece.puts),
-            bytes=size,
+            bytes=sum(put.length for put in piece.puts),
             seconds=event.seconds,
         )
+        self._piece_landed(share, piece, now, event.checksums)
+
+    def _piece_landed(self, share: Share, piece: Piece, now: float, checksums: tuple[int, ...] = ()) -> None:
+        """Its bytes are in the receiver's slots, and nobody writes there any more: say so."""
+        transfer = share.transfer
+        piece.state = PieceState.ACKING
+        self._note_writing(transfer)
+        transfer.bytes_sent += sum(put.length for put in piece.puts)
         message = WriteDone(
             self.settings.incarnation,
             transfer.peer.incarnation,
@@ -287,7 +305,7 @@ class Moving(Opening):
             rank=share.rank,
             first_chunk=piece.first_chunk,
             count=len(piece.entries),
-            checksums=event.checksums,
+            checksums=checksums,
         )
         self._send_until_answered(transfer.peer, message, now, transfer)
 

@@ -71,7 +71,7 @@ class Opening(Peers):
             self._send_open(transfer, now)
 
     def _add_share(self, transfer: Transfer, event: ev.OpenRequested) -> None:
-        share = Share(event.transfer_no, event.engine, event.rank, transfer)
+        share = Share(event.transfer_no, event.engine, event.rank, transfer, event.in_place)
         self._shares[share.number] = transfer.shares[share.rank] = share
 
     def _open_refusal(self, event: ev.OpenRequested) -> TransferError | None:
@@ -91,10 +91,13 @@ class Opening(Peers):
             return transfer_error(ErrorCode.QUEUE_FULL, detail, 1.0)
         return None
 
-    def _endpoint_opened(self, peer: Peer, now: float) -> None:
+    def _endpoint_opened(self, peer: Peer, event: ev.EndpointOpened, now: float) -> None:
         peer.state = PeerState.UP
+        peer.in_place = event.in_place
         self._reconnect_until.pop(peer.receiver, None)
-        self._report(ReportName.SESSION_OPENED, peer.receiver, receiver=peer.receiver_id, chunks=peer.total_chunks)
+        self._report(
+            ReportName.SESSION_OPENED, peer.receiver, receiver=peer.receiver_id, chunks=peer.total_chunks, way=event.way
+        )
         for transfer in peer.transfers.values():
             if transfer.is_live:
                 self._send_open(transfer, now)

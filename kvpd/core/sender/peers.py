@@ -29,7 +29,9 @@ class Peers(Ending):
     def _say_hello(self, peer: Peer, now: float) -> None:
         """Not before every put of an earlier session has ended: the Hello says so, and the receiver relies on it."""
         if peer.receiver not in self._undrained:
-            self._send_until_answered(peer, self._hello(peer), now)
+            hello = self._hello(peer)
+            peer.said_puts_ended = hello.puts_ended
+            self._send_until_answered(peer, hello, now)
 
     def _plan_reconnects(self, now: float) -> None:
         """A session that was up is opened anew, also when nobody asks: its end may have left slots without a fence."""
@@ -71,7 +73,8 @@ class Peers(Ending):
             if transfer.puts_drained:
                 self._settle(transfer)
             else:
-                self._undrained[peer.receiver] = self._undrained.get(peer.receiver, 0) + 1
+                waiting = self._overdue if transfer.is_overdue else self._undrained
+                waiting[peer.receiver] = waiting.get(peer.receiver, 0) + 1
         self._actions.append(ev.DisconnectPeer(peer.receiver))
         self._lost.append(peer)
         if was_up:
@@ -82,23 +85,67 @@ class Peers(Ending):
         if share is None or share.transfer.is_live or share.puts_ended:
             return
         transfer = share.transfer
-        peer = transfer.peer
         self._free_share(share)
         transfer.all_drained &= event.drained
         if not event.ended:
-            self._never_ended.add(peer.receiver)
-        if not all(other.puts_ended for other in transfer.shares.values()):
+            self._never_ended.add(transfer.peer.receiver)
+        if not share.writes_ended:
+            self._timers.set(("let go", transfer.number), now + transfer.peer.put_deadline_s)
+        self._end_if_drained(transfer, now)
+
+    def _end_if_drained(self, transfer: Transfer, now: float) -> None:
+        """Nothing of an ending transfer is on its way any more, in any rank: say so."""
+        if transfer.puts_drained or not all(share.writes_ended for share in transfer.shares.values()):
             return
+        peer = transfer.peer
+        self._timers.clear(("let go", transfer.number))
         if peer.state is PeerState.LOST:
-            self._drained_after_loss(peer.receiver, now)
+            self._drained_after_loss(transfer, now)
         self._tell_receiver(transfer, now, drained=transfer.all_drained)
         if not transfer.all_drained:
             # The endpoint was cut off, so the session is of no use; its end at the receiver is what fences its slots.
             detail = f"puts did not drain within {peer.put_deadline_s:g} s: the endpoint was cut off"
             self._lose_peer(peer, ErrorCode.TRANSPORT_FAILED, detail)
 
-    def _drained_after_loss(self, receiver: str, now: float) -> None:
-        """When the last put of a lost session has ended, the next session may be opened."""
+    def _engine_let_go(self, number: int, now: float) -> None:
+        """The engine writes into none of its share's slots any more; the transfer ends for every rank."""
+        if number in self._lingering:
+            rank, slots = self._lingering.pop(number)
+            self.staging[rank].recover(slots)
+        share = self._shares.get(number)
+        if share is None:
+            return
+        self._cancel(share.transfer, transfer_error(ErrorCode.CANCELLED, f"{self._engine_of(share)} left the transfer"))
+        for piece in list(share.pieces.values()):
+            if piece.state is PieceState.FILLING:
+                self._drop_piece(share, piece)
+        self._end_if_drained(share.transfer, now)
+
+    def _let_go_overdue(self, transfer: Transfer, now: float) -> None:
+        """An engine may fill slots in place for ever; nobody else is to wait for it.
+
+        The receiver is told that the transfer is over, and keeps those slots. A lost session gets its successor, whose
+        Hello does not say that all has ended.
+        """
+        transfer.is_overdue = True
+        peer = transfer.peer
+        if peer.state is not PeerState.LOST:
+            self._send_cancel_notif(transfer, now, drained=False)
+            return
+        self._overdue[peer.receiver] = self._overdue.get(peer.receiver, 0) + 1
+        self._waits_no_more(peer.receiver, now)
+
+    def _drained_after_loss(self, transfer: Transfer, now: float) -> None:
+        receiver = transfer.peer.receiver
+        if not transfer.is_overdue:
+            self._waits_no_more(receiver, now)
+            return
+        self._overdue[receiver] -= 1
+        if not self._overdue[receiver]:
+            del self._overdue[receiver]  # the next Heartbeat says so
+
+    def _waits_no_more(self, receiver: str, now: float) -> None:
+        """When the last write of a lost session has ended, or is overdue, the next session may be opened."""
         self._undrained[receiver] -= 1
         if self._undrained[receiver]:
             return
@@ -146,7 +193,9 @@ class Peers(Ending):
         self._timers.set(("fence", peer.receiver), self._fence_at(peer))
         peer.endpoint = self._next_endpoint
         self._next_endpoint += 1
-        self._actions.append(ev.OpenEndpoint(peer.receiver, peer.endpoint, message.regions))
+        self._actions.append(
+            ev.OpenEndpoint(peer.receiver, peer.endpoint, message.regions, message.share, peer.incarnation)
+        )
 
     def _welcome_problem(self, message: Welcome) -> tuple[ErrorCode, str] | None:
         """Why this receiver cannot be put to, with both sides' values."""
@@ -227,6 +276,7 @@ class Peers(Ending):
             self._message_id(),
             oldest_live=self._oldest_live(peer),
             in_flight=in_flight[:16384],
+            puts_ended=not peer.said_puts_ended and self._earlier_puts_ended(peer.receiver),
         )
         # Answers to heartbeats older than the lease prove nothing that still matters.
         peer.heartbeats = {n: at for n, at in peer.heartbeats.items() if at + peer.lease_s > now}

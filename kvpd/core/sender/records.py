@@ -44,6 +44,8 @@ class Peer:
     lease_s: float = 0.0
     put_deadline_s: float = 0.0
     endpoint: int = 0
+    in_place: bool = False  # engines may fill this receiver's slots themselves
+    said_puts_ended: bool = True  # in its Hello
     verify: Verify = "off"
     # When the newest message that was acknowledged had been sent: the receiver's patience runs from there or later.
     lease_from: float = 0.0
@@ -74,6 +76,7 @@ class Piece:
     first_chunk: int
     entries: tuple[StagedSlot | None, ...]  # None: the receiver has that chunk already
     state: PieceState = PieceState.FILLING
+    in_place: bool = False  # its slots are the receiver's: there is nothing to stage or put
 
     @property
     def puts(self) -> tuple[StagedSlot, ...]:
@@ -83,7 +86,7 @@ class Piece:
     @property
     def staging_slots(self) -> list[int]:
         """The slots that it holds until its puts have ended."""
-        return [entry.local for entry in self.puts] if self.state is not PieceState.ACKING else []
+        return [] if self.in_place or self.state is PieceState.ACKING else [entry.local for entry in self.puts]
 
 
 @attrs.define(eq=False)
@@ -123,6 +126,7 @@ class Share:
     engine: int
     rank: int
     transfer: Transfer
+    in_place: bool = False  # its engine can write into a receiver's memory itself
     stages: dict[int, Stage] = attrs.field(factory=dict)  # not fully staged
     last_stage: int = -1
     next_chunk: int = 0
@@ -135,6 +139,11 @@ class Share:
     def is_filling(self) -> bool:
         """The engine holds slots that it has not filled."""
         return any(piece.state is PieceState.FILLING for piece in self.pieces.values())
+
+    @property
+    def writes_ended(self) -> bool:
+        """Of a transfer that is ending: nothing of this share is on its way to the receiver's slots any more."""
+        return self.puts_ended and not any(piece.in_place for piece in self.pieces.values())
 
 
 @attrs.define(eq=False)
@@ -153,11 +162,12 @@ class Transfer:
     admitted_at: float = 0.0
     shares: dict[int, Share] = attrs.field(factory=dict)  # by rank
     batches: dict[int, Batch] = attrs.field(factory=dict)  # by first chunk; some rank has not staged all of it
-    bytes_put: int = 0
+    bytes_sent: int = 0
     unanswered: set[int] = attrs.field(factory=set)  # message ids in the peer's outbox
     touch_id: int | None = None
     all_drained: bool = True  # no share whose puts have ended said otherwise
-    puts_drained: bool = False  # every share's puts have ended
+    puts_drained: bool = False  # every share's puts have ended, and no engine fills a slot in place
+    is_overdue: bool = False  # an engine has not let go of slots in place within the put deadline
     cancel_id: int | None = None  # the CancelNotif that is unanswered
     error: TransferError | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_parts import OWN_HOST, keys
+from core_parts import OWN_HOST, SENDER_INCARNATION, keys
 from receiver_world import ReceiverWorld, SenderPeer, refusal_of, revoked_in
 
 from kvpd.core.events import ReportName, RequestCancelled, TimePassed
@@ -119,14 +119,14 @@ def test_its_process_is_watched_only_on_this_host() -> None:
     """Across pid namespaces and hosts a pid says nothing; UCX uses the network there."""
     world = ReceiverWorld()
     elsewhere = HostIdentity(OWN_HOST.boot_id, "another namespace", 4242, 99)
-    assert world.stranger("p", host=LOCAL).hello() == [ev.OpenSession(1, LOCAL)]
-    assert world.stranger("q", host=elsewhere).hello() == [ev.OpenSession(2, None)]
+    assert world.stranger("p", host=LOCAL).hello() == [ev.OpenSession(1, LOCAL, "p", SENDER_INCARNATION)]
+    assert world.stranger("q", host=elsewhere).hello() == [ev.OpenSession(2, None, "q", SENDER_INCARNATION)]
 
 
 def test_a_receiver_that_does_not_know_its_own_host_takes_nobody_for_local() -> None:
     """Two unknown boot ids are equal and mean nothing."""
     world = ReceiverWorld(host=HostIdentity())
-    assert world.stranger(host=HostIdentity()).hello() == [ev.OpenSession(1, None)]
+    assert world.stranger(host=HostIdentity()).hello() == [ev.OpenSession(1, None, "prefill-0", SENDER_INCARNATION)]
 
 
 def test_the_death_of_a_local_sender_ends_its_session_at_once() -> None:

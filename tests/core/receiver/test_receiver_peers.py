@@ -54,7 +54,7 @@ def test_a_repeated_hello_before_the_worker_exists_opens_no_second_one() -> None
     """Workers cost memory and time; a sender repeats its Hello every second."""
     world = ReceiverWorld()
     p = world.stranger()
-    assert p.hello() == [ev.OpenSession(1, None)]
+    assert p.hello() == [ev.OpenSession(1, None, p.sender_id, p.incarnation)]
     assert p.last_hello is not None
     assert p.say(p.last_hello) == []
     assert world.core.session_count == 1
@@ -200,7 +200,7 @@ def test_a_new_hello_on_the_same_channel_ends_the_session_once() -> None:
         p.ack(gone, message_id=first_hello.message_id),
         p.failed(1, 2, ErrorCode.PEER_LOST, "the sender opened a new session"),
         ev.CloseSession(1),
-        ev.OpenSession(2, None),
+        ev.OpenSession(2, None, p.sender_id, p.incarnation),
     ]
 
 

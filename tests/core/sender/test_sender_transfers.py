@@ -76,7 +76,7 @@ def test_a_transfer_to_an_unknown_receiver_connects_first() -> None:
     assert world.open(2, 1) == []
     assert world.stage(1, 0, keys(1)) == []
     (endpoint,) = p.welcome()
-    assert endpoint == ev.OpenEndpoint("decode-0", 1, p.welcome_message().regions)
+    assert endpoint == ev.OpenEndpoint("decode-0", 1, p.welcome_message().regions, "", RECEIVER_INCARNATION)
     assert world.open(3, 1) == []
     actions = world.feed(ev.EndpointOpened("decode-0", 1))
     asked = [(m.transfer_no, m.open, m.keys) for m in sent_all(actions, AllocRequest)]

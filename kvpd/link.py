@@ -25,6 +25,7 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Key = Annotated[bytes, Meta(max_length=96)]
 ReqId = Annotated[str, Meta(min_length=1, max_length=512)]
 Address = Annotated[str, Meta(max_length=512)]
+Name = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=4096)]
 
 
@@ -63,6 +64,27 @@ class Attach(Frame, frozen=True):
     role: Literal["sender", "receiver"]
     rank: Annotated[int, Meta(ge=0, lt=4096)] = 0
     group: Annotated[str, Meta(max_length=GROUP_CHARS_MAX)] = ""
+
+
+class AttachWriter(Frame, frozen=True):
+    """A prefill engine's rank, to a receiver on its host: my first frame. Give me your memory, to fill slots in place.
+
+    It does so on behalf of that start of a sender, which has said that this start of the receiver offers it. The answer
+    is Attached, as to a decode engine, with a descriptor that may be written through.
+    """
+
+    version: int
+    rank: Annotated[int, Meta(ge=0, lt=4096)]
+    sender_id: Name
+    sender_incarnation: Number
+    receiver_incarnation: Number
+
+
+class LetGo(Frame, frozen=True):
+    """A writer: its mapping is gone, and it can write into none of the receiver's slots any more.
+
+    The end of the connection without it proves nothing: then the receiver waits for the death of the process.
+    """
 
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -152,7 +174,8 @@ class Staged(Frame, frozen=True):
     """Daemon: fill these slots. One per key from `first` (position in the stage) on; -1: the receiver has it already.
 
     A stage larger than the staging buffer comes in several pieces, the next one after the engine has filled this one.
-    `piece` grows through all stages of a transfer.
+    `piece` grows through all stages of a transfer. The slots are in the daemon's own memory, or, where `place` is not
+    0, in that of the receiver which a Place of this number has named.
     """
 
     transfer: Number
@@ -161,6 +184,23 @@ class Staged(Frame, frozen=True):
     first: Number
     slots: tuple[int, ...]
     is_last_piece: bool
+    place: Number = 0
+
+
+class Place(Frame, frozen=True):
+    """Daemon: slots of this place are in the memory of a receiver on this host; get it at `path` with AttachWriter."""
+
+    place: Number
+    path: Text
+    sender_id: Name
+    sender_incarnation: Number
+    receiver_incarnation: Number
+
+
+class PlaceGone(Frame, frozen=True):
+    """Daemon: no slot of this place will be staged any more; let go of it when the last one was left."""
+
+    place: Number
 
 
 class StageDeferred(Frame, frozen=True):
@@ -252,8 +292,34 @@ class Release(Frame, frozen=True):
     claim: Number
 
 
-EngineFrame = Attach | Open | Stage | Filled | Touch | Cancel | Close | CancelRequest | Claim | Release | StatsRequest
-DaemonFrame = Attached | Rejected | Staged | StageDeferred | Ended | Claimed | ClaimFailed | TransferEvent | Stats
+EngineFrame = (
+    Attach
+    | AttachWriter
+    | LetGo
+    | Open
+    | Stage
+    | Filled
+    | Touch
+    | Cancel
+    | Close
+    | CancelRequest
+    | Claim
+    | Release
+    | StatsRequest
+)
+DaemonFrame = (
+    Attached
+    | Rejected
+    | Place
+    | PlaceGone
+    | Staged
+    | StageDeferred
+    | Ended
+    | Claimed
+    | ClaimFailed
+    | TransferEvent
+    | Stats
+)
 
 CLAIMED_CHUNKS_MAX: Final = 4096  # in one Claimed frame
 

@@ -5,6 +5,7 @@ Either all of it succeeds or nothing stays open.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -21,8 +22,11 @@ from kvpd.link import (
     LINK_VERSION,
     Attach,
     Attached,
+    AttachWriter,
     DaemonFrame,
     DaemonFrameReader,
+    LetGo,
+    Place,
     Rejected,
     encode_frame,
 )
@@ -70,11 +74,29 @@ def attach(path: str | os.PathLike[str], role: Role, rank: int, group: str, time
             group's name is too long.
         RemoteProtocolError: it speaks another version, or nothing that makes sense.
     """
-    where = Path(path)
     if len(group) > GROUP_CHARS_MAX:
         raise LocalProtocolError(
             f"the name of a group has at most {GROUP_CHARS_MAX} characters; {group[:40]!r}… has more"
         )
+    return _attach(Path(path), Attach(LINK_VERSION, role, rank, group), timeout_s, writable=role == "sender")
+
+
+def attach_writer(place: Place, rank: int, chunk_bytes: int, timeout_s: float) -> Attachment:
+    """Connect to a receiver on this host, and map our rank's window of its memory, to fill slots of `chunk_bytes`.
+
+    Raises:
+        TransportError, LocalProtocolError, RemoteProtocolError: as for `attach`.
+    """
+    greeting = AttachWriter(LINK_VERSION, rank, place.sender_id, place.sender_incarnation, place.receiver_incarnation)
+    attachment = _attach(Path(place.path), greeting, timeout_s, writable=True)
+    found = attachment.attached.chunk_bytes
+    if found != chunk_bytes:
+        let_go(attachment)
+        raise RemoteProtocolError(f"chunks of {found} bytes at {place.path}, of {chunk_bytes} at our daemon")
+    return attachment
+
+
+def _attach(where: Path, greeting: Attach | AttachWriter, timeout_s: float, *, writable: bool) -> Attachment:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     descriptors: list[int] = []
     attachment: Attachment | None = None
@@ -84,24 +106,43 @@ def attach(path: str | os.PathLike[str], role: Role, rank: int, group: str, time
         try:
             _connect(connection, where, timeout_s)
             connection.settimeout(timeout_s)
-            connection.sendall(encode_frame(Attach(LINK_VERSION, role, rank, group)))
+            connection.sendall(encode_frame(greeting))
             frames = _first_frames(connection, where, reader, descriptors, deadline)
         except TimeoutError as exc:
             raise TransportError(f"the daemon at {where} did not answer within {timeout_s:g} s") from exc
         except OSError as exc:
             raise TransportError(f"cannot reach the daemon at {where}: {exc.strerror or exc}") from exc
         attached = _checked(frames[0], where, len(descriptors))
-        region = _mapped(attached, descriptors, where, rank, writable=role == "sender")
+        region = _mapped(attached, descriptors, where, greeting.rank, writable=writable)
         connection.settimeout(None)
         # A daemon that reads nothing for so long is lost. Only for sending: the reader may wait for ever.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
-        attachment = Attachment(where, rank, connection, reader, attached, region, tuple(frames[1:]))
+        attachment = Attachment(where, greeting.rank, connection, reader, attached, region, tuple(frames[1:]))
         return attachment
     finally:
         for descriptor in descriptors:  # a mapping keeps what it needs
             os.close(descriptor)
         if attachment is None:
+            if isinstance(greeting, AttachWriter):
+                _say_let_go(connection)
             connection.close()
+
+
+def let_go(attachment: Attachment) -> None:
+    """Unmap a receiver's memory, say so and disconnect.
+
+    Where an array of the engine's still refers to the memory, it stays mapped as long, and nothing is said: the receiver
+    waits for the end of this process.
+    """
+    with contextlib.suppress(BufferError):
+        attachment.region.close()
+        _say_let_go(attachment.socket)
+    attachment.socket.close()
+
+
+def _say_let_go(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the receiver is dead, or has ended the connection
+        connection.sendall(encode_frame(LetGo()))
 
 
 def _first_frames(

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from kvpd.client._attach import Attachment
+from kvpd.client._places import Places
 from kvpd.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, TransferError
 from kvpd.link import DaemonFrame, Frame, LinkError, encode_frame
 
@@ -35,6 +36,7 @@ class Connection:
         self.rank = attachment.rank
         self.slots_total = len(attachment.region) // attachment.attached.chunk_bytes
         self.path = attachment.path
+        self.places = Places(attachment.rank, attachment.attached.chunk_bytes)
         self._attachment = attachment
         self._socket = attachment.socket
         self._sending = threading.Lock()
@@ -198,6 +200,7 @@ class Connection:
         with contextlib.suppress(OSError):  # it was down already
             # Not close: another thread may be using the descriptor. A forked child's copy does not keep it up either.
             self._socket.shutdown(socket.SHUT_RDWR)
+        self.places.all_gone()
 
     def enter(self, number: int, what: object) -> None:
         """A transfer or a claim is open from now on."""
@@ -208,6 +211,7 @@ class Connection:
         """It was left, and its last frame was sent."""
         with self.lock:
             self._open.pop(number, None)
+        self.places.left(number)
         self._finish()
 
     def close(self) -> None:

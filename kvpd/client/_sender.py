@@ -21,6 +21,8 @@ from kvpd.link import (
     DaemonFrame,
     Ended,
     Open,
+    Place,
+    PlaceGone,
     Stage,
     Staged,
     StageDeferred,
@@ -238,9 +240,17 @@ class SenderLink(Link):
         return transfer
 
     def _handle_role(self, frame: DaemonFrame) -> None:
-        if not isinstance(frame, Staged | StageDeferred | Ended):
-            super()._handle_role(frame)
-            return
+        match frame:
+            case Place():
+                self._connection.places.introduce(frame)
+            case PlaceGone(place):
+                self._connection.places.gone(place)
+            case Staged() | StageDeferred() | Ended():
+                self._handle_transfer(frame)
+            case _:
+                super()._handle_role(frame)
+
+    def _handle_transfer(self, frame: Staged | StageDeferred | Ended) -> None:
         with self._connection.lock:
             transfer = self._connection.find(frame.transfer)
             if transfer is None:

@@ -6,13 +6,14 @@ never sent: its transfer is cancelled instead.
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvpd.client._slot import Slot
-from kvpd.errors import LocalProtocolError, RemoteProtocolError
+from kvpd.errors import LocalProtocolError, RemoteProtocolError, TransferFailed
 from kvpd.link import Filled, Staged
 
 if TYPE_CHECKING:
@@ -124,10 +125,30 @@ class Staging:
                 raise LocalProtocolError("an earlier stage of this transfer is not filled yet: fill and leave it first")
             piece = self._piece = self._pieces.popleft()
         chunk_bytes = self._connection.info.chunk_bytes
-        region = self._connection.region
+        region = self._region(piece)
         for position, index in enumerate(piece.slots, piece.first):
             length = self._last_chunk_bytes if position == self._keys - 1 else chunk_bytes
             self._slots.append(None if index < 0 else Slot(region, index * chunk_bytes, length))
+
+    def _region(self, piece: Staged) -> mmap.mmap:
+        """The memory that the piece's slots are in.
+
+        Raises:
+            TransferFailed: it is the receiver's, and cannot be had; the transfer is cancelled.
+            RemoteProtocolError: a slot is outside of it.
+        """
+        if not piece.place:
+            return self._connection.region  # the slots were checked when they came
+        try:
+            region = self._connection.places.region(piece.place, self._transfer.number)
+        except TransferFailed:
+            self._transfer.check()  # how it ended says more, if it has
+            self._transfer.cancel()
+            raise
+        slots_total = len(region) // self._connection.info.chunk_bytes
+        if any(index >= slots_total for index in piece.slots):
+            raise RemoteProtocolError(f"piece {piece.piece} has slots beyond the {slots_total} of its receiver")
+        return region
 
     def _is_stuck(self) -> bool:
         return self._deferred and self._transfer.has_unfilled_before(self)
@@ -153,7 +174,9 @@ class Staging:
             or announced > self._keys
             or piece.is_last_piece != (announced == self._keys)
             or not piece.slots
-            or not all(-1 <= index < self._connection.slots_total for index in piece.slots)
+            or min(piece.slots) < -1
+            # How many slots a receiver has is known once its memory is mapped.
+            or not (piece.place or max(piece.slots) < self._connection.slots_total)
         ):
             raise RemoteProtocolError(f"piece {piece.piece} does not continue a stage of {self._keys} chunks")
         self._announced = announced

@@ -258,7 +258,9 @@ class SenderMetrics(TransferMetrics):
         self.batches = self._tally("kvpd_batches", "Batches put.")
         self._put_seconds = self._spread("kvpd_put_seconds", "From posting a batch to its flush.", _FAST_S)
         self._put_bytes = self._tally("kvpd_put_bytes", "Bytes that were put.")
-        self._filled_bytes = self._tally("kvpd_filled_bytes", "Bytes that engines wrote into receivers' slots in place.")
+        self._filled_bytes = self._tally(
+            "kvpd_filled_bytes", "Bytes that engines wrote into receivers' slots in place."
+        )
         self._staging_wait = self._spread(
             "kvpd_staging_wait_seconds", "From a batch's answer to its staging slots.", _WAIT_S
         )

@@ -49,9 +49,11 @@ class Buffer:
             ) from exc
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         if not engines_may_write:
-            # Slots are shared by dedupe: a decode engine that wrote into one would change another request's bytes.
             seals |= _F_SEAL_FUTURE_WRITE
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        # Slots are shared by dedupe: a decode engine that wrote into one would change another request's bytes. Where
+        # the seal does not forbid it, since others must write, the way in which this one was opened does.
+        self.reading_descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         self._view = memoryview(self.memory)
 
     async def fault_in(self, on_progress: Callable[[int], None]) -> None:
@@ -91,6 +93,7 @@ class Buffer:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self.descriptor)
+        os.close(self.reading_descriptor)
         self._view.release()
         try:
             self.memory.close()

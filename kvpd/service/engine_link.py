@@ -22,7 +22,17 @@ import trio
 
 from kvpd.config import ensure_socket_folder
 from kvpd.errors import ConfigError, RemoteProtocolError
-from kvpd.link import LINK_VERSION, Attach, Attached, EngineFrame, EngineFrameReader, Frame, Rejected, encode_frame
+from kvpd.link import (
+    LINK_VERSION,
+    Attach,
+    Attached,
+    AttachWriter,
+    EngineFrame,
+    EngineFrameReader,
+    Frame,
+    Rejected,
+    encode_frame,
+)
 from kvpd.log import get_logger
 from kvpd.service.host import peer_process, wait_dead
 
@@ -55,6 +65,7 @@ class Engine(Protocol):
 
 
 EngineFactory = Callable[["Connection", Attach], Engine]
+WriterFactory = Callable[[AttachWriter], Engine]
 
 
 @attrs.frozen
@@ -64,6 +75,7 @@ class Memory:
     role: str
     attached: Attached
     descriptor: int  # of the one file that all regions are in
+    writing_descriptor: int = -1  # of the same, for writers; only where there may be any
 
 
 class Connection:
@@ -168,11 +180,17 @@ class EngineServer:
     """Accepts engines and runs a connection for each."""
 
     def __init__(
-        self, listener: trio.SocketListener, memory: Memory, make_engine: EngineFactory, on_count: Callable[[int], None]
+        self,
+        listener: trio.SocketListener,
+        memory: Memory,
+        make_engine: EngineFactory,
+        on_count: Callable[[int], None],
+        make_writer: WriterFactory | None = None,
     ) -> None:
         self._listener = listener
         self._memory = memory
         self._make_engine = make_engine
+        self._make_writer = make_writer
         self._on_count = on_count
         self._connections: set[Connection] = set()
         self._count = 0
@@ -252,7 +270,7 @@ class EngineServer:
                     break
                 for frame in reader.feed(data):
                     if connection.engine is None:
-                        connection.engine = await self._attach(stream, connection, frame)
+                        await self._attach(stream, connection, frame)
                     else:
                         connection.engine.handle(frame)
         except RemoteProtocolError as exc:
@@ -263,27 +281,38 @@ class EngineServer:
         if reader.in_frame:
             log.warning("engine_ended_in_a_frame", engine=connection.label, rate_limited=True)
 
-    async def _attach(self, stream: trio.SocketStream, connection: Connection, frame: EngineFrame) -> Engine:
+    async def _attach(self, stream: trio.SocketStream, connection: Connection, frame: EngineFrame) -> None:
         memory = self._memory
-        if not isinstance(frame, Attach):
+        if not isinstance(frame, Attach | AttachWriter):
             raise RemoteProtocolError(f"the first frame is {type(frame).__name__}, not Attach")
         if frame.version != LINK_VERSION:
             raise RemoteProtocolError(f"the engine's link version is {frame.version}, this daemon's {LINK_VERSION}")
-        if frame.role != memory.role:
-            raise RemoteProtocolError(f"the engine wants a {frame.role}, this is a {memory.role}")
-        regions = memory.attached.regions
-        if frame.rank >= len(regions):
-            raise RemoteProtocolError(f"rank {frame.rank}, and this daemon has ranks = {len(regions)}: set it higher")
-        data = encode_frame(msgspec.structs.replace(memory.attached, regions=(regions[frame.rank],)))
-        fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, memory.descriptor.to_bytes(4, "little"))]
+        ranks = len(memory.attached.regions)
+        if frame.rank >= ranks:
+            raise RemoteProtocolError(f"rank {frame.rank}, and this daemon has ranks = {ranks}: set it higher")
+        if isinstance(frame, AttachWriter):
+            if self._make_writer is None:
+                raise RemoteProtocolError("the engine wants to write in place, which this daemon does not offer")
+            # Counted before it can have the descriptor, and whatever becomes of this connection.
+            connection.engine = self._make_writer(frame)
+            await self._greet(stream, frame.rank, memory.writing_descriptor)
+        else:
+            if frame.role != memory.role:
+                raise RemoteProtocolError(f"the engine wants a {frame.role}, this is a {memory.role}")
+            await self._greet(stream, frame.rank, memory.descriptor)
+            connection.engine = self._make_engine(connection, frame)
+        log.info("engine_attached", engine=connection.label, rank=frame.rank)
+
+    async def _greet(self, stream: trio.SocketStream, rank: int, descriptor: int) -> None:
+        attached = self._memory.attached
+        data = encode_frame(msgspec.structs.replace(attached, regions=(attached.regions[rank],)))
+        fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor.to_bytes(4, "little"))]
         try:
             sent = await stream.socket.sendmsg([data], fds)
         except OSError as exc:
             raise trio.BrokenResourceError(f"the engine did not wait for its answer: {exc}") from exc
         if sent < len(data):
             await stream.send_all(data[sent:])
-        log.info("engine_attached", engine=connection.label, rank=frame.rank)
-        return self._make_engine(connection, frame)
 
 
 async def _bury(engine: Engine, pidfd: int) -> None:

@@ -1,11 +1,12 @@
 """What the daemons do for their engines: frames of the link become events of the core, and its answers frames.
 
 A prefill engine opens, stages and fills; a decode engine claims and releases. Numbers on the link are the engine's own
-and mean nothing beyond its connection.
+and mean nothing beyond its connection. A writer is a prefill engine at a receiver on its host, whose memory it has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvpd.core.events import RequestCancelled
@@ -15,6 +16,7 @@ from kvpd.errors import ErrorCode, LocalProtocolError, RemoteProtocolError, Tran
 from kvpd.link import (
     CLAIMED_CHUNKS_MAX,
     Attach,
+    AttachWriter,
     Cancel,
     CancelRequest,
     Claim,
@@ -26,8 +28,11 @@ from kvpd.link import (
     EngineFrame,
     Filled,
     Frame,
+    LetGo,
     LinkError,
     Open,
+    Place,
+    PlaceGone,
     Release,
     Stage,
     Staged,
@@ -39,6 +44,7 @@ from kvpd.link import (
 )
 from kvpd.service.receiver import Receiver
 from kvpd.service.sender import Sender
+from kvpd.service.sharing import SenderStart
 
 _OPEN_MAX: Final = 65536  # transfers of one connection that were not closed
 
@@ -59,8 +65,9 @@ class PrefillEngine:
         self._out = out
         self._rank, self._group = attach.rank, attach.group
         self._name = "the engine" if sender.config.ranks == 1 else f"the engine of rank {attach.rank}"
-        self._number = sender.new_engine()
+        self._number = sender.new_engine(self.place_gone)
         self._transfers: dict[int, _Sink] = {}  # by the engine's number, until it closes them
+        self._places: set[int] = set()  # that it knows
 
     def handle(self, frame: EngineFrame) -> None:
         """See `engine_link.Engine`."""
@@ -91,7 +98,7 @@ class PrefillEngine:
             raise RemoteProtocolError(f"transfer {frame.transfer} is open already")
         if len(self._transfers) >= _OPEN_MAX:
             raise RemoteProtocolError(f"{_OPEN_MAX} transfers were opened and not closed")
-        sink = self._transfers[frame.transfer] = _Sink(frame.transfer, self._out)
+        sink = self._transfers[frame.transfer] = _Sink(frame.transfer, self._out, self._introduce)
         try:
             sink.number = self._sender.open_for(
                 sink,
@@ -102,6 +109,7 @@ class PrefillEngine:
                 frame.notify,
                 rank=self._rank,
                 group=self._group,
+                in_place=True,
             )
         except LocalProtocolError as exc:
             self._out.send(Ended(frame.transfer, LinkError(ErrorCode.PROTOCOL_ERROR, str(exc)[:4096])))
@@ -112,8 +120,24 @@ class PrefillEngine:
             raise RemoteProtocolError(f"transfer {transfer} is not open")
         return self._transfers[transfer].number
 
+    def _introduce(self, number: int) -> None:
+        """Say where the receiver's memory is that slots are in, the first time."""
+        if number not in self._places:
+            offer, settings = self._sender.offer(number), self._sender.core.settings
+            self._places.add(number)
+            self._out.send(
+                Place(number, offer.path, settings.sender_id, settings.incarnation, offer.receiver_incarnation)
+            )
+
+    def place_gone(self, number: int) -> None:
+        """The session with that receiver is over."""
+        if number in self._places:
+            self._places.discard(number)
+            self._out.send(PlaceGone(number))
+
     def closed(self) -> None:
         """See `engine_link.Engine`. What it was sending is rolled back."""
+        self._sender.engine_left(self._number)
         for sink in self._transfers.values():
             detail = f"{self._name}'s connection ended"
             self._sender.feed(sev.CancelRequested(sink.number, ErrorCode.CANCELLED, detail))
@@ -135,20 +159,55 @@ class PrefillEngine:
 class _Sink:
     """One transfer's events, as frames."""
 
-    def __init__(self, transfer: int, out: Outgoing) -> None:
+    def __init__(self, transfer: int, out: Outgoing, introduce: Callable[[int], None]) -> None:
         self.number = -1  # the sender's; a transfer that was refused has none
         self._transfer = transfer
         self._out = out
+        self._introduce = introduce
 
     def granted(self, grant: sev.GrantPiece) -> None:
+        if grant.place:
+            self._introduce(grant.place)
         slots = tuple(-1 if entry is None else entry.local for entry in grant.entries)
-        self._out.send(Staged(self._transfer, grant.stage, grant.piece, grant.first, slots, grant.is_last_piece))
+        self._out.send(
+            Staged(self._transfer, grant.stage, grant.piece, grant.first, slots, grant.is_last_piece, grant.place)
+        )
 
     def deferred(self, deferral: sev.DeferStage) -> None:
         self._out.send(StageDeferred(self._transfer, deferral.stage))
 
     def ended(self, error: TransferError | None) -> None:
         self._out.send(Ended(self._transfer, None if error is None else LinkError.of(error)))
+
+
+class WriterEngine:
+    """The connection of a prefill engine, or of one of its ranks, to a receiver whose slots it fills in place.
+
+    Raises:
+        RemoteProtocolError: it may not have the memory.
+    """
+
+    def __init__(self, receiver: Receiver, attach: AttachWriter) -> None:
+        if attach.receiver_incarnation != receiver.core.settings.incarnation:
+            raise RemoteProtocolError("that start of this receiver is over, and its memory with it")
+        self._start = SenderStart(attach.sender_id, attach.sender_incarnation)
+        self._writers = receiver.writers
+        self._writers.admit(self._start)
+        self.holds_memory = True  # see `engine_link.Engine`
+
+    def handle(self, frame: EngineFrame) -> None:
+        """See `engine_link.Engine`."""
+        if not isinstance(frame, LetGo) or not self.holds_memory:
+            raise RemoteProtocolError(f"{type(frame).__name__} is no frame for a receiver, from who writes in place")
+        self.died()
+
+    def closed(self) -> None:
+        """See `engine_link.Engine`."""
+
+    def died(self) -> None:
+        """See `engine_link.Engine`. Or it has let go, which comes to the same."""
+        self.holds_memory = False
+        self._writers.let_go(self._start)
 
 
 class DecodeEngine:

@@ -35,6 +35,7 @@ from kvpd.service.driver import Driver
 from kvpd.service.host import open_process, own_host, wait_dead
 from kvpd.service.lifetime import Lifetime
 from kvpd.service.reports import ReceiverReports
+from kvpd.service.sharing import SenderStart, Writers
 from kvpd.transports.base import ControlServer, ControlTransport, DataPlane, Target
 from kvpd.transports.zmq import open_zmq_control
 
@@ -68,7 +69,8 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
     """One receiver. An async context manager: entering binds and makes it ready, leaving ends everything it runs.
 
     `control`, `data_plane`, `now` and `host` stand for parts of the outside world; by default they are ZMQ, what
-    `config.transport` says, trio's clock and this machine.
+    `config.transport` says, trio's clock and this machine. `share` is the path of the socket where an EngineServer
+    gives this receiver's memory to engines, for `transport = "local"`; without it nobody may fill slots in place.
 
     Raises, on entering:
         ConfigError: the configuration cannot work here.
@@ -85,12 +87,14 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
         health: Health | None = None,
         now: Callable[[], float] | None = None,
         host: HostIdentity | None = None,
+        share: str = "",
     ) -> None:
         validate(config)
         self.config = config
+        self.writers = Writers()
         self.metrics = metrics or ReceiverMetrics(transport=config.transport)
         slots = config.buffer_size // config.chunk_bytes
-        self.core = ReceiverCore(_settings(config, slots, host or own_host()))
+        self.core = ReceiverCore(_settings(config, slots, host or own_host(), share))
         super().__init__(Driver(self.core, self._perform, now=now), health or Health())
         self._reports = ReceiverReports(self.metrics)
         self._reports.levels(self.core)  # before its first step all of its slots are free, and not none
@@ -109,9 +113,9 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
     async def _run(self) -> AsyncIterator[None]:
         config = self.config
         async with AsyncExitStack() as stack:
-            slots = self.core.settings.total_slots
+            slots, is_shared = self.core.settings.total_slots, bool(self.core.settings.share)
             self.buffer = stack.enter_context(
-                Buffer(config.name, slots, config.chunk_bytes, engines_may_write=False, ranks=config.ranks)
+                Buffer(config.name, slots, config.chunk_bytes, engines_may_write=is_shared, ranks=config.ranks)
             )
             if self.buffer.length != config.buffer_size:
                 log.info("buffer_rounded_down", buffer_size=config.buffer_size, used=self.buffer.length, slots=slots)
@@ -157,8 +161,10 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
                     self.metrics.message_dropped("queue_full")
                 except trio.BrokenResourceError:
                     self.metrics.message_dropped("not_connected")
-            case ev.OpenSession(session_no, process):
+            case ev.OpenSession(session_no, process, sender_id, incarnation):
                 self._targets[session_no] = None
+                if process is not None:
+                    self.writers.session_began(session_no, SenderStart(sender_id, incarnation))
                 self._nursery.start_soon(self._open_session, session_no, process)
             case ev.CloseSession(session_no):
                 target = self._targets.pop(session_no)
@@ -169,6 +175,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
                 scope = self._watches.pop(session_no, None)
                 if scope is not None:
                     scope.cancel()
+                self.writers.session_forgotten(session_no)
             case ev.GrantClaim(engine):
                 if engine in self._engines:
                     self._engines[engine].granted(action)
@@ -254,12 +261,13 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
         self.feed(ev.ChunksVerified(action.transfer, action.message, mismatched))
 
     async def _watch_process(self, session_no: int, pidfd: int | None) -> None:
-        if pidfd is not None:
-            with trio.CancelScope() as self._watches[session_no]:
+        """Until the sender is dead (None: it is already), and so is every engine that fills slots on its behalf."""
+        with trio.CancelScope() as self._watches[session_no]:
+            if pidfd is not None:
                 await wait_dead(pidfd)
-            if self._watches.pop(session_no, None) is None:
-                return  # forgotten, not dead
-        self.feed(ev.ProcessDied(session_no))
+            await self.writers.wait_gone(session_no)
+        if self._watches.pop(session_no, None) is not None:  # else it is forgotten, not dead
+            self.feed(ev.ProcessDied(session_no))
 
     # -------------------------------------------------------------- engines
 
@@ -348,7 +356,9 @@ class _OwnClaims:
         """The embedding program is this one: it has no connection to cut, and its log says that a claim is overdue."""
 
 
-def _settings(config: ReceiverConfig, slots: int, host: HostIdentity) -> ReceiverSettings:
+def _settings(config: ReceiverConfig, slots: int, host: HostIdentity, share: str) -> ReceiverSettings:
+    # Nobody sums what engines write by themselves: where chunks are verified they are put.
+    is_shared = config.transport == "local" and config.verify == "off"
     return ReceiverSettings(
         receiver_id=config.name,
         incarnation=secrets.randbits(61) + 1,
@@ -365,6 +375,7 @@ def _settings(config: ReceiverConfig, slots: int, host: HostIdentity) -> Receive
         claim_ttl_s=config.claim_ttl_s,
         bypass_max=config.bypass_max,
         verify=config.verify,
+        share=share if is_shared else "",
         lease_s=config.lease_s,
         put_deadline_s=config.put_deadline_s,
     )

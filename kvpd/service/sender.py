@@ -17,12 +17,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
-import attrs
 import trio
 
 from kvpd.config import SenderConfig, validate
 from kvpd.core.events import Report, RequestCancelled
-from kvpd.core.messages import HostIdentity, ProxyAck, ProxyNotif, Region, decode, encode, encode_push
+from kvpd.core.messages import HostIdentity, ProxyAck, ProxyNotif, decode, encode, encode_push
 from kvpd.core.sender import SenderCore, SenderSettings
 from kvpd.core.sender import events as ev
 from kvpd.errors import (
@@ -44,8 +43,9 @@ from kvpd.service.lifetime import Lifetime
 from kvpd.service.reports import SenderReports
 from kvpd.service.requests import Request
 from kvpd.service.staging import Transfer
+from kvpd.service.ways import Offer, Ways
 from kvpd.transports.addresses import parse_peer_endpoint
-from kvpd.transports.base import ControlTransport, DataPlane, Endpoint, Put, RemoteRegion
+from kvpd.transports.base import ControlTransport, DataPlane, Put
 from kvpd.transports.zmq import open_zmq_control
 
 log = get_logger()
@@ -59,14 +59,6 @@ class TransferSink(Protocol):
     def deferred(self, deferral: ev.DeferStage) -> None: ...
 
     def ended(self, error: TransferError | None) -> None: ...
-
-
-@attrs.frozen
-class _Way:
-    """A session's endpoint, and where each rank's window begins in the memory that it reaches."""
-
-    endpoint: Endpoint
-    rank_offsets: tuple[int, ...]
 
 
 class Sender(Lifetime[ev.SenderEvent]):
@@ -105,9 +97,10 @@ class Sender(Lifetime[ev.SenderEvent]):
         self._sinks: dict[int, TransferSink] = {}
         self._channels: dict[str, Channel] = {}
         self._channel_numbers = itertools.count(1)
-        self._endpoints: dict[int, _Way | None] = {}  # None: being made
+        self._ways = Ways(self.feed, fills_in_place=config.transport == "local")
         self._transfer_numbers = itertools.count(1)
         self._engine_numbers = itertools.count(1)
+        self._engines: dict[int, Callable[[int], None]] = {}  # those that must hear which places are gone
         self._own_engine = self.new_engine()
         self._is_acknowledged = self.core.settings.notify_is_acknowledged
 
@@ -151,9 +144,7 @@ class Sender(Lifetime[ev.SenderEvent]):
         for sink in self._sinks.values():
             sink.ended(TransferCancelled(ErrorCode.CANCELLED, "the sender was closed"))
         self._sinks.clear()
-        for way in self._endpoints.values():
-            if way is not None:
-                way.endpoint.force_close()
+        self._ways.close_all()
         self._nursery.cancel_scope.cancel()
 
     def _identity(self) -> bytes:
@@ -173,9 +164,7 @@ class Sender(Lifetime[ev.SenderEvent]):
         staging = self.core.staging
         free, total = sum(one.free_count for one in staging), sum(one.total_slots for one in staging)
         self.metrics.staging(free=free, total=total)
-        ways = list(self._endpoints.values())  # at once: another thread than the loop's may ask
-        in_flight = sum(way.endpoint.in_flight_bytes for way in ways if way is not None)
-        self.metrics.in_flight_bytes.set(in_flight)
+        self.metrics.in_flight_bytes.set(self._ways.in_flight_bytes)
 
     def _perform(self, action: ev.SenderAction) -> None:
         match action:
@@ -204,19 +193,19 @@ class Sender(Lifetime[ev.SenderEvent]):
                 self._nursery.start_soon(channel.run, self._control, self._identity())
             case ev.DisconnectPeer(receiver):
                 self._channels.pop(receiver).close()
-            case ev.OpenEndpoint(receiver, endpoint_no, regions):
-                self._endpoints[endpoint_no] = None
-                self._nursery.start_soon(self._open_endpoint, receiver, endpoint_no, regions)
+            case ev.OpenEndpoint(_, endpoint_no):
+                self._ways.begin(endpoint_no)
+                self._nursery.start_soon(self._ways.open, self._plane, action)
             case ev.CloseEndpoint(_, endpoint_no):
-                way = self._endpoints.pop(endpoint_no)
-                if way is not None:
-                    way.endpoint.force_close()
+                self._ways.close(endpoint_no)
+                for place_gone in self._engines.values():
+                    place_gone(endpoint_no)
             case Report():
                 self._reports.tell(action)
 
     def _post(self, action: ev.PostPuts) -> None:
         """Put a piece through the endpoint that its own session opened, never one looked up by address."""
-        way, rank, buffer = self._endpoints.get(action.endpoint), action.rank, self.buffer
+        way, rank, buffer = self._ways.get(action.endpoint), action.rank, self.buffer
         try:
             if way is None or action.transfer_no not in self._requests:
                 raise TransportError("the endpoint is closed")
@@ -264,27 +253,6 @@ class Sender(Lifetime[ev.SenderEvent]):
             self.metrics.notified("acknowledged")
             self.feed(ev.ProxyAcknowledged(proxy, message.sender_incarnation, message.message_id))
 
-    async def _open_endpoint(self, receiver: str, endpoint_no: int, regions: tuple[Region, ...]) -> None:
-        first = regions[0]  # of one piece of memory, as the core has made sure
-
-        def on_broken(detail: str) -> None:
-            self.feed(ev.EndpointBroken(receiver, endpoint_no, detail))
-
-        length = sum(region.length for region in regions)
-        remote = RemoteRegion(first.worker_address, first.base_address, length, first.rkey)
-        try:
-            endpoint = await self._plane.connect(remote, on_broken)
-        except TransportError as exc:
-            on_broken(str(exc))
-            return
-        if endpoint_no not in self._endpoints:  # the session ended meanwhile
-            endpoint.force_close()
-            return
-        offsets = tuple(region.base_address - first.base_address for region in regions)
-        self._endpoints[endpoint_no] = _Way(endpoint, offsets)
-        log.info("endpoint_opened", peer=receiver, transports=",".join(sorted(endpoint.transports)))
-        self.feed(ev.EndpointOpened(receiver, endpoint_no))
-
     async def _run_request(self, request: Request) -> None:
         try:
             await request.run()
@@ -293,9 +261,24 @@ class Sender(Lifetime[ev.SenderEvent]):
 
     # -------------------------------------------------------------- engines
 
-    def new_engine(self) -> int:
-        """A number for an engine, to be named when it opens transfers."""
-        return next(self._engine_numbers)
+    def new_engine(self, place_gone: Callable[[int], None] | None = None) -> int:
+        """A number for an engine, to be named when it opens transfers. `place_gone` is told of sessions that are over,
+        by their endpoints' numbers.
+        """
+        number = next(self._engine_numbers)
+        if place_gone is not None:
+            self._engines[number] = place_gone
+        return number
+
+    def engine_left(self, number: int) -> None:
+        """The engine's connection has ended."""
+        del self._engines[number]
+
+    def offer(self, endpoint_no: int) -> Offer:
+        """Where to get the memory of the receiver that a session, which is up, is with."""
+        way = self._ways.get(endpoint_no)
+        assert way is not None, "slots of a session that is not up"
+        return way.offer
 
     def open_for(
         self,
@@ -308,8 +291,11 @@ class Sender(Lifetime[ev.SenderEvent]):
         *,
         rank: int = 0,
         group: str = "",
+        in_place: bool = False,
     ) -> int:
         """Open a transfer, or join another rank's, whose events go to `sink`: its number. A refusal comes as an end.
+
+        `in_place`: whoever fills its slots can do so in a receiver's memory.
 
         Raises:
             LocalProtocolError: `receiver` or `notify` is no address, or the sender does not run.
@@ -323,7 +309,15 @@ class Sender(Lifetime[ev.SenderEvent]):
         self._nursery.start_soon(self._run_request, request)
         self.feed(
             ev.OpenRequested(
-                number, engine, req_id, receiver_address, total_chunks, notify_address, rank=rank, group=group
+                number,
+                engine,
+                req_id,
+                receiver_address,
+                total_chunks,
+                notify_address,
+                rank=rank,
+                group=group,
+                in_place=in_place,
             )
         )
         if number not in self._sinks:  # refused at once: there will be no puts to wait for

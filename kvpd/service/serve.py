@@ -18,7 +18,7 @@ from kvpd.log import LogWriter
 from kvpd.metrics import Health, MetricsServer, ReceiverMetrics, SenderMetrics
 from kvpd.service.daemon import Daemon, run_daemon
 from kvpd.service.engine_link import EngineServer, Memory, listen
-from kvpd.service.engines import DecodeEngine, PrefillEngine
+from kvpd.service.engines import DecodeEngine, PrefillEngine, WriterEngine
 from kvpd.service.receiver import Receiver
 from kvpd.service.sender import Sender
 
@@ -67,11 +67,17 @@ class _TransferDaemon(Daemon):
         kind = ReceiverMetrics if isinstance(self._section, ReceiverConfig) else SenderMetrics
         return kind(transport=self._section.transport, log_lines_dropped=lambda: self.writer.dropped)
 
+    @property
+    def _share(self) -> str:
+        """Where engines get a receiver's memory, as engines of any working directory can name it."""
+        return str(Path(self._section.engine_socket).absolute())
+
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[Receiver | Sender]:
         health, metrics = self.health, self._metrics
         if isinstance(metrics, ReceiverMetrics):
-            async with Receiver(self.config.receiver, metrics=metrics, health=health, now=_boot_time) as receiver:
+            config, share = self.config.receiver, self._share
+            async with Receiver(config, metrics=metrics, health=health, now=_boot_time, share=share) as receiver:
                 yield receiver
         else:
             async with Sender(self.config.sender, metrics=metrics, health=health, now=_boot_time) as sender:
@@ -97,8 +103,14 @@ def _engine_server(listener: trio.SocketListener, daemon: Receiver | Sender) -> 
         ranks=config.ranks,
     )
     if isinstance(daemon, Receiver):
-        memory = Memory("receiver", attached, buffer.descriptor)
-        return EngineServer(listener, memory, functools.partial(DecodeEngine, daemon), daemon.metrics.engines.set)
+        is_shared = bool(daemon.core.settings.share)
+        return EngineServer(
+            listener,
+            Memory("receiver", attached, buffer.reading_descriptor, buffer.descriptor),
+            functools.partial(DecodeEngine, daemon),
+            daemon.metrics.engines.set,
+            functools.partial(WriterEngine, daemon) if is_shared else None,
+        )
     memory = Memory("sender", attached, buffer.descriptor)
     return EngineServer(listener, memory, functools.partial(PrefillEngine, daemon), daemon.metrics.engines.set)
 

@@ -69,12 +69,8 @@ class Peers(Rollback):
         self._report(ReportName.SESSION_OPENED, peer=session.peer, sender=session.sender_id, session=session.number)
 
     def _share_for(self, session: Session) -> str:
-        """Where this sender's engines are given our memory: on one host, and where no checksum is asked for.
-
-        Only there does their process's death end what they write, and nobody computes a sum of what they wrote.
-        """
-        settings = self.settings
-        return settings.share if session.same_host and settings.verify == "off" else ""
+        """Where this sender's engines are given our memory: on one host only, where their deaths can be seen."""
+        return self.settings.share if session.same_host else ""
 
     def _session_failed(self, session_no: int, detail: str, now: float) -> None:
         session = self._sessions.numbered(session_no)

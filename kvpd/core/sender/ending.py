@@ -15,7 +15,7 @@ from kvpd.core.sender.base import SenderBase
 from kvpd.core.sender.joining import Roll
 from kvpd.core.sender.records import Peer, PeerState, Piece, PieceState, Share, Transfer
 from kvpd.core.states import SenderCause, SenderState
-from kvpd.errors import ErrorCode, TransferError, transfer_error
+from kvpd.errors import ErrorCode, TransferError
 
 _DEFAULT_PUT_DEADLINE_S = 4.0  # of a receiver that has not said its own: nothing can be in flight to it
 

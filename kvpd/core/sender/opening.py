@@ -93,7 +93,8 @@ class Opening(Peers):
 
     def _endpoint_opened(self, peer: Peer, event: ev.EndpointOpened, now: float) -> None:
         peer.state = PeerState.UP
-        peer.in_place = event.in_place
+        # Nobody sums what an engine writes by itself.
+        peer.in_place = event.in_place and peer.verify == "off"
         self._reconnect_until.pop(peer.receiver, None)
         self._report(
             ReportName.SESSION_OPENED, peer.receiver, receiver=peer.receiver_id, chunks=peer.total_chunks, way=event.way

@@ -131,8 +131,8 @@ def _attach(where: Path, greeting: Attach | AttachWriter, timeout_s: float, *, w
 def let_go(attachment: Attachment) -> None:
     """Unmap a receiver's memory, say so and disconnect.
 
-    Where an array of the engine's still refers to the memory, it stays mapped as long, and nothing is said: the receiver
-    waits for the end of this process.
+    Where an array of the engine's still refers to the memory, it stays mapped as long, and nothing is said: the
+    receiver waits for the end of this process.
     """
     with contextlib.suppress(BufferError):
         attachment.region.close()

@@ -201,9 +201,12 @@ class SenderPeer:
         """This transfer is over."""
         return self.say(CancelNotif(*self._header(), transfer_no, (), reason, drained))
 
-    def heartbeat(self, oldest_live: int = 0, in_flight: Iterable[tuple[int, int]] = ()) -> list[rev.ReceiverAction]:
+    def heartbeat(
+        self, oldest_live: int = 0, in_flight: Iterable[tuple[int, int]] = (), *, puts_ended: bool = False
+    ) -> list[rev.ReceiverAction]:
         """I live."""
-        return self.say(Heartbeat(*self._header(), oldest_live=oldest_live, in_flight=tuple(in_flight)))
+        header = self._header()
+        return self.say(Heartbeat(*header, oldest_live=oldest_live, in_flight=tuple(in_flight), puts_ended=puts_ended))
 
     def complete(self, transfer_no: int, names: Sequence[bytes], *, req_id: str | None = None) -> None:
         """A whole transfer, written."""

@@ -139,7 +139,7 @@ class World:
         return "127.0.0.1:0" if self.transport == "memory" else f"inproc://{name}"
 
     def receiver(
-        self, *, name: str = "decode", slots: int = 10, address: str | None = None, **settings: Any
+        self, *, name: str = "decode", slots: int = 10, address: str | None = None, share: str = "", **settings: Any
     ) -> Receiver:
         """A receiver that nobody has entered yet."""
         config = ReceiverConfig(
@@ -148,7 +148,7 @@ class World:
             buffer_size=slots * settings.get("chunk_bytes", CHUNK_BYTES),
             **{"chunk_bytes": CHUNK_BYTES, **settings},
         )
-        receiver = Receiver(config, control=self.control, data_plane=self.plane)
+        receiver = Receiver(config, control=self.control, data_plane=self.plane, share=share)
         self._watches[receiver] = Watch(receiver, audited=self.audited)
         return receiver
 

@@ -18,6 +18,7 @@ from kvpd.link import (
     LINK_VERSION,
     Attach,
     Attached,
+    AttachWriter,
     DaemonFrame,
     EngineFrame,
     EngineFrameReader,
@@ -64,10 +65,19 @@ class Peer:
     def greet(self, *behind: DaemonFrame) -> Attach:
         """Answer Attach as a daemon with one region does; `behind` comes in the same breath."""
         attach = self.expect(Attach)
-        attached = Attached(LINK_VERSION, "test", CHUNK_BYTES, 256, (RegionInfo(attach.rank, CHUNK_BYTES * SLOTS),))
+        self._attached(attach.rank, CHUNK_BYTES, behind)
+        return attach
+
+    def greet_writer(self, chunk_bytes: int = CHUNK_BYTES) -> AttachWriter:
+        """Answer AttachWriter as a receiver that shares its memory does."""
+        attach = self.expect(AttachWriter)
+        self._attached(attach.rank, chunk_bytes, ())
+        return attach
+
+    def _attached(self, rank: int, chunk_bytes: int, behind: tuple[DaemonFrame, ...]) -> None:
+        attached = Attached(LINK_VERSION, "test", chunk_bytes, 256, (RegionInfo(rank, CHUNK_BYTES * SLOTS),))
         data = b"".join(encode_frame(frame) for frame in (attached, *behind))
         socket.send_fds(self.connection, [data], [self.memory])
-        return attach
 
     def slot(self, index: int, length: int = CHUNK_BYTES) -> bytes:
         return self.buffer[index * CHUNK_BYTES : index * CHUNK_BYTES + length]

@@ -14,7 +14,8 @@ from kvpd.core.events import RequestCancelled
 from kvpd.core.receiver import events as rev
 from kvpd.core.sender import events as sev
 from kvpd.errors import ErrorCode, TransferError
-from kvpd.simulation.plane import content_of
+from kvpd.simulation.in_place import Filling, Start
+from kvpd.simulation.plane import Memory, content_of
 from kvpd.simulation.receiver import SimulatedReceiver
 from kvpd.simulation.scenario import CancelBy, Claim, Misuse, Request, Style
 from kvpd.simulation.schedule import Call, Process
@@ -55,11 +56,13 @@ class PrefillTransfer:
         self._firsts: dict[int, int] = {}  # stage → position of its first chunk
         self._staged = 0  # chunks
         self._pieces_open = 0
+        self._fillings: dict[int, tuple[Memory, Filling]] = {}  # by piece
 
     # -------------------------------------------------------------- called in the sender's process
 
     def granted(self, grant: sev.GrantPiece) -> None:
-        self.engine.hear(lambda: self._fill_later(grant))
+        memory = self.engine.sender.memory_at(grant.place) if grant.place else None
+        self.engine.hear(lambda: self._fill_later(grant, memory))
 
     def deferred(self, deferral: sev.DeferStage) -> None:
         pass
@@ -104,7 +107,17 @@ class PrefillTransfer:
         self._staged += count
         self.engine.say(lambda sender: sender.feed(sev.StageRequested(self.number, stage, keys, is_last, length)))
 
-    def _fill_later(self, grant: sev.GrantPiece) -> None:
+    def _fill_later(self, grant: sev.GrantPiece, memory: Memory | None) -> None:
+        if memory is not None and not self.has_left:
+            if not self.engine.places.use(grant.place, memory, self.number):
+                self.engine.exercised("writer_refused")
+                self._leave()
+                return
+            first = self.engine.rank * memory.slots_per_rank
+            places = tuple(first + entry.remote for entry in grant.entries if entry is not None)
+            filling = Filling(self.engine.sender.identity(self.number), places)
+            self._fillings[grant.piece] = memory, filling
+            memory.fillings[filling] = None
         self._pieces_open += 1
         if self.plan.style is Style.EARLY:
             self.engine.process.soon(self.plan.fill_s * 0.5, self._stage_next)
@@ -114,17 +127,33 @@ class PrefillTransfer:
         if self.has_left:
             return
         plan = self.plan
-        first = self._firsts[grant.stage] + grant.first
-        for offset, entry in enumerate(grant.entries):
-            if entry is not None:
-                rank = self.engine.rank
-                content = content_of(plan.keys[first + offset], entry.length, rank)
-                self.engine.truth.filled(self.engine.sender, self.number, grant.piece, rank, entry.local, content)
+        self._write(grant)
         self._pieces_open -= 1
         piece = grant.piece + 100 if plan.misuse is Misuse.BAD_PIECE else grant.piece
         self.engine.say(lambda sender: sender.feed(sev.PieceFilled(self.number, piece)))
         if plan.style is Style.STEADY and grant.is_last_piece:
             self.engine.process.soon(plan.compute_s, self._stage_next)
+
+    def _write(self, grant: sev.GrantPiece) -> None:
+        truth, rank, number = self.engine.truth, self.engine.rank, self.number
+        keys = self.plan.keys[self._firsts[grant.stage] + grant.first :]
+        entries = [(entry, key) for entry, key in zip(grant.entries, keys, strict=False) if entry is not None]
+        if not grant.place:
+            for entry, key in entries:
+                content = content_of(key, entry.length, rank)
+                truth.filled(self.engine.sender, number, grant.piece, rank, entry.local, content)
+            return
+        memory, filling = self._fillings.pop(grant.piece)
+        for (entry, key), place in zip(entries, filling.places, strict=True):
+            if truth.filled_in_place(memory, filling.transfer, place, content_of(key, entry.length, rank)):
+                self.engine.exercised("late_filling")
+        del memory.fillings[filling]
+
+    def write_no_more(self) -> None:
+        """It has left, or its process is dead."""
+        for memory, filling in self._fillings.values():
+            del memory.fillings[filling]
+        self._fillings.clear()
 
     def _touch(self) -> None:
         if not self.is_over and self.plan.touch_s is not None:
@@ -148,6 +177,10 @@ class PrefillTransfer:
             case _:
                 pass
 
+    def link_lost(self) -> None:
+        """Its sender is dead: the engine sees that, and leaves."""
+        self._ended()
+
     def _ended(self) -> None:
         self.is_over = True
         self.engine.process.soon(self.plan.leave_s, self._leave)
@@ -157,7 +190,68 @@ class PrefillTransfer:
             return
         self.is_over = self.has_left = True
         self.engine.transfers.pop(self.number, None)
+        self.write_no_more()
+        self.engine.places.left(self.number)
         self.engine.say(lambda sender: sender.feed(sev.EngineLetGo(self.number)))
+
+
+class Places:
+    """The receivers' memories that one engine has; see kvpd.client._places."""
+
+    def __init__(self, engine: PrefillEngine) -> None:
+        self._engine = engine
+        self._memories: dict[int, Memory] = {}
+        self._users: dict[int, set[int]] = {}
+        self._gone: set[int] = set()
+
+    def use(self, place: int, memory: Memory, transfer: int) -> bool:
+        """Whether the transfer's slots there can be written."""
+        if place in self._gone:
+            return False
+        if place not in self._memories:
+            receiver, start = self._engine.truth.receivers[memory], self._start
+            is_there = receiver.process.is_alive and receiver.process.stopped_since is None
+            if not is_there or not receiver.writers.admit(start, (self, place)):
+                return False
+            self._memories[place], self._users[place] = memory, set()
+        self._users[place].add(transfer)
+        return True
+
+    @property
+    def _start(self) -> Start:
+        settings = self._engine.sender.settings
+        return settings.sender_id, settings.incarnation
+
+    def left(self, transfer: int) -> None:
+        """A transfer was left."""
+        for place, users in list(self._users.items()):
+            users.discard(transfer)
+            self._let_go_if_unused(place)
+
+    def gone(self, place: int) -> None:
+        """No slot of it is granted any more."""
+        self._gone.add(place)
+        self._let_go_if_unused(place)
+
+    def all_gone(self) -> None:
+        """The sender is dead."""
+        for place in list(self._memories):
+            self.gone(place)
+
+    def process_died(self, seen_after_s: float) -> None:
+        """Each receiver sees that after so many seconds."""
+        for place in list(self._memories):
+            self._tell(place, seen_after_s)
+
+    def _let_go_if_unused(self, place: int) -> None:
+        if place in self._gone and place in self._memories and not self._users[place]:
+            self._tell(place, _LINK_S)
+
+    def _tell(self, place: int, after_s: float) -> None:
+        receiver = self._engine.truth.receivers[self._memories.pop(place)]
+        del self._users[place]
+        start, holder = self._start, (self, place)
+        receiver.process.soon(after_s, lambda: receiver.writers.let_go(start, holder))
 
 
 class PrefillEngine:
@@ -184,7 +278,11 @@ class PrefillEngine:
         self._to_sender = Pipe(sender.process, random)
         self._to_engine = Pipe(process, random)
         self._random = random
+        self.places = Places(self)
         self._watch = process.watch(self._died)
+        sender.on_place_gone.append(lambda place: self.hear(lambda: self.places.gone(place)))
+        if sender.process.is_alive:
+            sender.process.watch(lambda: process.soon(random.uniform(0.0, 0.02), self._link_lost))
 
     @property
     def is_connected(self) -> bool:
@@ -211,7 +309,15 @@ class PrefillEngine:
         self.transfers[number] = transfer
         self.truth.opened(self.sender, number, plan)
         event = sev.OpenRequested(
-            number, 1, plan.req_id, receiver, total, notify, rank=self.rank, group=f"engine-{self._group}"
+            number,
+            1,
+            plan.req_id,
+            receiver,
+            total,
+            notify,
+            rank=self.rank,
+            group=f"engine-{self._group}",
+            in_place=True,
         )
         self.sender.open(event, transfer)
         self.hear(transfer.begin)
@@ -223,7 +329,18 @@ class PrefillEngine:
         self._to_sender.send(self._closed)
         self._to_sender.is_closed = self._to_engine.is_closed = True
 
+    def _link_lost(self) -> None:
+        """The sender has died. Who has hung up before goes on with what it had, as a program does that is not ours."""
+        if self._to_sender.is_closed:
+            return
+        for transfer in list(self.transfers.values()):
+            transfer.link_lost()
+        self.places.all_gone()
+
     def _died(self) -> None:
+        for transfer in self.transfers.values():
+            transfer.write_no_more()
+        self.places.process_died(self._random.uniform(0.001, 0.02))
         self.hang_up()
         if self.sender.process.is_alive:
             self.sender.process.soon(self._random.uniform(0.001, 0.02), self._buried)

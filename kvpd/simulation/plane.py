@@ -18,6 +18,7 @@ import attrs
 
 from kvpd.core.events import TransferId
 from kvpd.core.sender.events import StagedSlot
+from kvpd.simulation.in_place import Filling
 from kvpd.simulation.schedule import Process, Schedule
 
 Content = tuple[bytes, int]  # a chunk's key and length: what its bytes are, as far as the world is concerned
@@ -51,11 +52,16 @@ class Memory:
     slots: list[Content | None]
     slots_per_rank: int
     flights: dict[int, dict[Flight, None]] = attrs.field(factory=dict)
+    fillings: dict[Filling, None] = attrs.field(factory=dict)  # by engines, in place
 
     def in_flight(self, index: int) -> Iterable[Flight]:
         """The writes that may still land in this slot of any rank."""
         places = range(index, len(self.slots), self.slots_per_rank)
         return [flight for place in places for flight in self.flights.get(place, ())]
+
+    def being_filled(self, index: int) -> Iterable[Filling]:
+        """The pieces with this slot, of any rank, that engines may be writing."""
+        return [filling for filling in self.fillings if index in {p % self.slots_per_rank for p in filling.places}]
 
 
 @attrs.define(eq=False)

@@ -154,6 +154,7 @@ class Population:
             claim_ttl_s=limits.claim_ttl_s,
             bypass_max=limits.bypass_max,
             verify=limits.verify,
+            share="share" if scenario.in_place and limits.verify == "off" else "",
             lease_s=limits.lease_s,
             put_deadline_s=limits.put_deadline_s,
             sessions_max=limits.sessions_max,

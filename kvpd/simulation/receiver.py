@@ -9,6 +9,7 @@ from kvpd.core.events import Report
 from kvpd.core.messages import AnyMessage, HostIdentity, Region
 from kvpd.core.receiver import ReceiverCore, ReceiverSettings
 from kvpd.core.receiver import events as ev
+from kvpd.simulation.in_place import Writers
 from kvpd.simulation.network import Line, Listener, Network
 from kvpd.simulation.plane import Landing, Memory, Target, checksum_of
 from kvpd.simulation.schedule import Process
@@ -55,6 +56,7 @@ class SimulatedReceiver(Shell[ev.ReceiverEvent, ev.ReceiverAction]):
         self.address = address
         self.memory = Memory(process, landing, [None] * (settings.total_slots * settings.ranks), settings.total_slots)
         self.engines: dict[int, EngineSink] = {}
+        self.writers = Writers()
         self.workers_failing = 0
         self._engine_count = 0
         self._outside = outside
@@ -97,8 +99,10 @@ class SimulatedReceiver(Shell[ev.ReceiverEvent, ev.ReceiverAction]):
                 pass
             case ev.SendMessage(peer, message):
                 self._listener.send(peer, message)
-            case ev.OpenSession(session_no, process):
+            case ev.OpenSession(session_no, process, sender_id, incarnation):
                 self._targets[session_no] = None
+                if process is not None:
+                    self.writers.session_began(session_no, (sender_id, incarnation))
                 self.process.soon(self._random.uniform(0.0001, 0.1), lambda: self._open_session(session_no, process))
             case ev.CloseSession(session_no):
                 if (target := self._targets.pop(session_no)) is not None:
@@ -107,6 +111,7 @@ class SimulatedReceiver(Shell[ev.ReceiverEvent, ev.ReceiverAction]):
             case ev.ForgetSession(session_no):
                 if (watch := self._watches.pop(session_no, None)) is not None:
                     watch[0].unwatch(watch[1])
+                self.writers.session_forgotten(session_no)
             case ev.VerifyChunks():
                 self.process.soon(self._random.uniform(0.0, 0.02), lambda: self._verify(action))
             case ev.CutEngine(engine):
@@ -149,11 +154,14 @@ class SimulatedReceiver(Shell[ev.ReceiverEvent, ev.ReceiverAction]):
     def _watch_process(self, session_no: int, identity: HostIdentity) -> None:
         process = self._outside.process_at(identity)
 
+        def gone() -> None:
+            self.feed(ev.ProcessDied(session_no))
+
         def died() -> None:
             self._watches.pop(session_no, None)
-            self.process.soon(self._random.uniform(0.0, 0.01), lambda: self.feed(ev.ProcessDied(session_no)))
+            self.process.soon(self._random.uniform(0.0, 0.01), lambda: self.writers.when_gone(session_no, gone))
 
         if process is None:
-            self.feed(ev.ProcessDied(session_no))
+            self.writers.when_gone(session_no, gone)
         else:
             self._watches[session_no] = (process, process.watch(died))

@@ -135,6 +135,7 @@ CONSEQUENCES = (
     "decode_cancel",
     "claim_overdue",
     "deduplication",
+    "late_filling",
 )
 
 
@@ -196,6 +197,7 @@ class Scenario:
     decode_engines: int = 2  # of each receiver
     proxies: int = 2
     ranks: int = 1  # of each engine, every one in a process of its own
+    in_place: bool = False  # engines fill slots of receivers on their own host themselves
     all_arrive: bool = False  # nothing goes wrong that cannot be put right, and time is ample
 
     @property

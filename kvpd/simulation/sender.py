@@ -15,7 +15,7 @@ from kvpd.core.sender import SenderCore, SenderSettings
 from kvpd.core.sender import events as ev
 from kvpd.errors import TransferError
 from kvpd.simulation.network import Line, Network, Way
-from kvpd.simulation.plane import Batch, Content, Endpoint, Plane, Target, checksum_of
+from kvpd.simulation.plane import Batch, Content, Endpoint, Memory, Plane, Target, checksum_of
 from kvpd.simulation.schedule import Process
 from kvpd.simulation.shell import Shell
 
@@ -147,6 +147,7 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
         self.batches: dict[tuple[int, int], Batch] = {}  # every piece that was ever put
         self.endpoints: dict[int, Endpoint | None] = {}
         self.sinks: dict[int, TransferSink] = {}
+        self.on_place_gone: list[Callable[[int], None]] = []  # its engines', which fill in place
         self._transfer_of: dict[int, int] = {}  # which transfer an open has come to belong to
         self._opening = 0
         self._network = network
@@ -217,15 +218,14 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
                 self._connect(receiver)
             case ev.DisconnectPeer(receiver):
                 self.lines.pop(receiver).close()
-            case ev.OpenEndpoint(receiver, endpoint_no, regions):
+            case ev.OpenEndpoint(_, endpoint_no):
                 self.endpoints[endpoint_no] = None
-                self.process.soon(
-                    self._random.uniform(0.0001, 0.05),
-                    lambda: self._open_endpoint(receiver, endpoint_no, regions[0].worker_address),
-                )
+                self.process.soon(self._random.uniform(0.0001, 0.05), lambda: self._open_endpoint(action))
             case ev.CloseEndpoint(_, endpoint_no):
                 if (endpoint := self.endpoints.pop(endpoint_no)) is not None:
                     endpoint.force_close()
+                for place_gone in self.on_place_gone:
+                    place_gone(endpoint_no)
 
     def _post(self, action: ev.PostPuts) -> None:
         endpoint = self.endpoints.get(action.endpoint)
@@ -245,7 +245,15 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
 
         self.lines[receiver] = self._network.connect(self.process, receiver, identity, hear)
 
-    def _open_endpoint(self, receiver: str, endpoint_no: int, worker_address: bytes) -> None:
+    def memory_at(self, place: int) -> Memory:
+        """The memory that slots of this place are in."""
+        endpoint = self.endpoints[place]
+        assert endpoint is not None
+        return endpoint.target.memory
+
+    def _open_endpoint(self, action: ev.OpenEndpoint) -> None:
+        receiver, endpoint_no, worker_address = action.receiver, action.endpoint, action.regions[0].worker_address
+
         def on_broken(detail: str) -> None:
             self.feed(ev.EndpointBroken(receiver, endpoint_no, detail))
 
@@ -261,4 +269,4 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
             endpoint.force_close()
         else:
             self.endpoints[endpoint_no] = endpoint
-            self.feed(ev.EndpointOpened(receiver, endpoint_no))
+            self.feed(ev.EndpointOpened(receiver, endpoint_no, in_place=bool(action.share)))

@@ -140,6 +140,12 @@ class SenderChecks:
         if (transfer.transfer_no, first) not in self._allocated:
             detail = f"{sender.process.name} stages transfer {number}, chunk {first}, before it has remote room"
             raise Violation(Rule.ORDER_OF_RESOURCES, detail)
+        if grant.place:
+            memory = sender.memory_at(grant.place)
+            for entry in grant.entries:
+                if entry is not None:
+                    self._truth.may_put(memory, transfer, entry)
+            return
         offset = self._opens[number].rank * sender.settings.staging_slots
         for local in [offset + entry.local for entry in grant.entries if entry is not None]:
             use = self._truth.staged.get((sender, local))
@@ -236,6 +242,9 @@ class SenderChecks:
             if now > since + settings.request_timeout_s + stood_still_s + _SLACK_S:
                 raise Violation(Rule.BOUNDED, f"transfer {number} of {self._sender.process.name} has never ended")
         # Its puts drain or are cut off, then its CancelNotif is answered, or the lease ends and with it the session.
+        for number in self._ending:
+            if self._core.is_filling(number):  # in place: nothing but the engine itself ends that
+                self._ending[number] = now
         for number, since in self._ending.items():
             if now > since + self._ending_max_s + stood_still_s + _SLACK_S:
                 raise Violation(Rule.BOUNDED, f"transfer {number} of {self._sender.process.name} is cancelled for ever")

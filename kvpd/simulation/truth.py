@@ -89,15 +89,31 @@ class Truth:
                 f"slot {index} of {memory.process.name} goes to {transfer} while {flight.batch.transfer} may write it"
             )
             raise Violation(Rule.FENCE, detail)
+        for filling in memory.being_filled(index):
+            detail = (
+                f"slot {index} of {memory.process.name} goes to {transfer} while {filling.transfer} is filled there"
+            )
+            raise Violation(Rule.FENCE, detail)
         if self._readers.get((receiver, index), 0):
             detail = f"slot {index} of {memory.process.name} goes to {transfer} while an engine reads it"
             raise Violation(Rule.CHARGED, detail)
         self.told.setdefault((memory, transfer), {})[index] = receiver.core._book.pool.slot(index)
 
     def landed(self, flight: Flight) -> None:
-        """Bytes have arrived in a slot: it must still be this transfer's to write."""
-        memory, transfer = flight.target.memory, flight.batch.transfer
-        rank, index = divmod(flight.put.remote, memory.slots_per_rank)
+        """Bytes have arrived in a slot."""
+        self._check_landing(flight.target.memory, flight.batch.transfer, flight.put.remote)
+
+    def filled_in_place(self, memory: Memory, transfer: TransferId, place: int, content: Content) -> bool:
+        """An engine has written a chunk into a receiver's slot: whether that was in quarantine.
+
+        What a receiver leaves behind that is dead is nobody's any more.
+        """
+        memory.slots[place] = content
+        return memory.process.is_alive and self._check_landing(memory, transfer, place) == "quarantined"
+
+    def _check_landing(self, memory: Memory, transfer: TransferId, place: int) -> str:
+        """It must still be this transfer's slot to write. Its state."""
+        rank, index = divmod(place, memory.slots_per_rank)
         slot = self.receivers[memory].core._book.pool.slot(index)
         told = self.told.get((memory, transfer), {})
         if told.get(index) is not slot:
@@ -107,6 +123,7 @@ class Truth:
         if is_written or slot.state.value not in ("writing", "quarantined"):
             detail = f"{transfer} wrote slot {index} of {memory.process.name}, rank {rank}, which is {slot}"
             raise Violation(Rule.NOTIFY_AFTER_LANDING, detail)
+        return str(slot.state.value)
 
     # -------------------------------------------------------------- reads
 

@@ -34,6 +34,7 @@ class Draw:
     limits: Limits = attrs.field(factory=Limits)
     put_s: float = 0.005
     ranks: int = 1
+    in_place: bool = False
     all_arrive: bool = False
     requests: list[Request] = attrs.field(factory=list)
 
@@ -117,6 +118,7 @@ class Draw:
             requests=tuple(sorted(self.requests, key=lambda request: request.at)),
             faults=faults,
             ranks=self.ranks,
+            in_place=self.in_place,
             all_arrive=self.all_arrive,
         )
 
@@ -263,6 +265,39 @@ def _one_host(draw: Draw) -> None:
         draw.request(draw.keys(draw.random.randint(1, 8)))
 
 
+def _in_place(draw: Draw) -> None:
+    """Engines fill the receivers' slots themselves, and die, stop, hang up and outlive their senders meanwhile."""
+    draw.in_place = True
+    draw.hosts = draw.random.choice((1, 1, 2))
+    draw.senders, draw.receivers = 3, draw.random.randint(1, 2)
+    draw.ranks = draw.random.choice((1, 1, 2))
+    draw.slots, draw.staging_slots = draw.random.choice((6, 12)), draw.random.choice((1, 4))
+    draw.faults = 14
+    draw.kinds = (
+        FaultKind.SENDER_CRASH,
+        FaultKind.SENDER_CRASH,
+        FaultKind.SENDER_PAUSE,
+        FaultKind.SENDER_DRAIN,
+        FaultKind.RECEIVER_CRASH,
+        FaultKind.RECEIVER_PAUSE,
+        FaultKind.PARTITION,
+        FaultKind.ENDPOINT_BROKEN,
+        FaultKind.PREFILL_CRASH,
+        FaultKind.PREFILL_PAUSE,
+        FaultKind.PREFILL_PAUSE,
+        FaultKind.PREFILL_HANG_UP,
+        FaultKind.PREFILL_HANG_UP,
+        FaultKind.DECODE_CRASH,
+    )
+    for _ in range(draw.random.randint(15, 40)):
+        changes = draw.cancel() if draw.random.random() < 0.3 else {}
+        changes |= {
+            "fill_s": draw.random.choice((0.001, 0.2, 1.0, 5.0)),
+            "leave_s": draw.random.choice((0.01, 3.0, 8.0)),
+        }
+        draw.request(draw.keys(draw.random.randint(1, 6)), **changes)
+
+
 def _slow_wire(draw: Draw) -> None:
     """Puts take longer than anybody is willing to wait."""
     draw.put_s = draw.random.choice((0.3, 1.5))
@@ -372,6 +407,7 @@ WORKLOADS: Final[Mapping[str, Callable[[Draw], None]]] = {
     "azure-code": _azure_code,
     "two-ranks": _two_ranks,
     "calm-ranks": _calm_ranks,
+    "in-place": _in_place,
 }
 
 

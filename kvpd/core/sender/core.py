@@ -101,6 +101,9 @@ class SenderCore(Moving):
     def audit(self) -> None:
         """All invariants by a full scan, for tests and simulation."""
         assert sum(len(transfer.shares) for transfer in self._transfers.values()) == len(self._shares)
+        lost = [t for t in self._transfers.values() if t.peer.state is PeerState.LOST and not t.puts_drained]
+        waited_for = sum(self._undrained.values()), sum(self._overdue.values())
+        assert waited_for == (sum(not t.is_overdue for t in lost), sum(t.is_overdue for t in lost))
         for rank, staging in enumerate(self.staging):
             staging.audit()
             shares = [share for share in self._shares.values() if share.rank == rank]

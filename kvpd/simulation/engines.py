@@ -14,7 +14,8 @@ from kvpd.core.events import RequestCancelled
 from kvpd.core.receiver import events as rev
 from kvpd.core.sender import events as sev
 from kvpd.errors import ErrorCode, TransferError
-from kvpd.simulation.in_place import Filling, Start
+from kvpd.simulation.in_place import Filling
+from kvpd.simulation.places import Places
 from kvpd.simulation.plane import Memory, content_of
 from kvpd.simulation.receiver import SimulatedReceiver
 from kvpd.simulation.scenario import CancelBy, Claim, Misuse, Request, Style
@@ -195,65 +196,6 @@ class PrefillTransfer:
         self.engine.say(lambda sender: sender.feed(sev.EngineLetGo(self.number)))
 
 
-class Places:
-    """The receivers' memories that one engine has; see kvpd.client._places."""
-
-    def __init__(self, engine: PrefillEngine) -> None:
-        self._engine = engine
-        self._memories: dict[int, Memory] = {}
-        self._users: dict[int, set[int]] = {}
-        self._gone: set[int] = set()
-
-    def use(self, place: int, memory: Memory, transfer: int) -> bool:
-        """Whether the transfer's slots there can be written."""
-        if place in self._gone:
-            return False
-        if place not in self._memories:
-            receiver, start = self._engine.truth.receivers[memory], self._start
-            is_there = receiver.process.is_alive and receiver.process.stopped_since is None
-            if not is_there or not receiver.writers.admit(start, (self, place)):
-                return False
-            self._memories[place], self._users[place] = memory, set()
-        self._users[place].add(transfer)
-        return True
-
-    @property
-    def _start(self) -> Start:
-        settings = self._engine.sender.settings
-        return settings.sender_id, settings.incarnation
-
-    def left(self, transfer: int) -> None:
-        """A transfer was left."""
-        for place, users in list(self._users.items()):
-            users.discard(transfer)
-            self._let_go_if_unused(place)
-
-    def gone(self, place: int) -> None:
-        """No slot of it is granted any more."""
-        self._gone.add(place)
-        self._let_go_if_unused(place)
-
-    def all_gone(self) -> None:
-        """The sender is dead."""
-        for place in list(self._memories):
-            self.gone(place)
-
-    def process_died(self, seen_after_s: float) -> None:
-        """Each receiver sees that after so many seconds."""
-        for place in list(self._memories):
-            self._tell(place, seen_after_s)
-
-    def _let_go_if_unused(self, place: int) -> None:
-        if place in self._gone and place in self._memories and not self._users[place]:
-            self._tell(place, _LINK_S)
-
-    def _tell(self, place: int, after_s: float) -> None:
-        receiver = self._engine.truth.receivers[self._memories.pop(place)]
-        del self._users[place]
-        start, holder = self._start, (self, place)
-        receiver.process.soon(after_s, lambda: receiver.writers.let_go(start, holder))
-
-
 class PrefillEngine:
     """One connection of a prefill engine's rank to one start of a sender; see kvpd.service.engines.PrefillEngine."""
 
@@ -278,7 +220,7 @@ class PrefillEngine:
         self._to_sender = Pipe(sender.process, random)
         self._to_engine = Pipe(process, random)
         self._random = random
-        self.places = Places(self)
+        self.places = Places(sender, truth)
         self._watch = process.watch(self._died)
         sender.on_place_gone.append(lambda place: self.hear(lambda: self.places.gone(place)))
         if sender.process.is_alive:

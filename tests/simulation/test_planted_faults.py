@@ -17,12 +17,13 @@ from kvpd.simulation.workload import draw
 from kvpd.simulation.world import Outcome, World
 
 from .planted_entries import ENTRIES
+from .planted_in_place import IN_PLACE
 from .planted_invariants import INVARIANTS, OTHERS
 from .planting import Plant
 
 _SEEDS_MAX = 40
 _SHRINK_RUNS = 40
-_PLANTS = [*INVARIANTS, *ENTRIES, *OTHERS]
+_PLANTS = [*INVARIANTS, *ENTRIES, *OTHERS, *IN_PLACE]
 
 
 def _run(scenario: Scenario) -> Outcome:

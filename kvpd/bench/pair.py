@@ -15,9 +15,10 @@ from kvpd.bench.fleet import Fleet
 from kvpd.bench.payload import Load, Mode
 from kvpd.bench.prefill import AttachPrefill, Sent
 
-Transport = Literal["cma", "tcp"]
-TRANSPORTS: Final[tuple[Transport, ...]] = ("cma", "tcp")
-UCX_TLS: Final[Mapping[Transport, str]] = {"cma": "", "tcp": "tcp"}  # on one host UCX takes CMA where it may
+Transport = Literal["cma", "tcp", "local"]
+TRANSPORTS: Final[tuple[Transport, ...]] = ("cma", "tcp", "local")
+# On one host UCX takes CMA where it may.
+UCX_TLS: Final[Mapping[Transport, str]] = {"cma": "", "tcp": "tcp", "local": ""}
 
 _REQUESTS_MAX: Final = 4000  # seconds, where requests are small
 
@@ -63,13 +64,13 @@ class Pair:
         Raises:
             BenchmarkFailed: one does not come up.
         """
-        tls = {"ucx_tls": UCX_TLS[transport]}
+        way = {"ucx_tls": UCX_TLS[transport], "transport": "local" if transport == "local" else "ucx"}
         self._chunk_bytes = chunk_bytes
         # The engines first: they come up while the daemons are waited for.
         self._prefill = fleet.worker("kvpd.bench.prefill")
         self._decode = fleet.worker("kvpd.bench.decode")
-        self.receiver = fleet.receiver(chunk_bytes=chunk_bytes, slots=slots, watched=watched, **tls)
-        self.sender = fleet.sender(chunk_bytes=chunk_bytes, slots=staging_slots, watched=watched, **tls)
+        self.receiver = fleet.receiver(chunk_bytes=chunk_bytes, slots=slots, watched=watched, **way)
+        self.sender = fleet.sender(chunk_bytes=chunk_bytes, slots=staging_slots, watched=watched, **way)
         released = f"{self.receiver.socket}.released"
         os.mkfifo(released)
         sending = AttachPrefill(socket=str(self.sender.socket), receiver=self.receiver.address, released=released)

@@ -36,6 +36,7 @@ For each chunk size, batch, number of requests in flight and transport, four thi
               and read only the first and last 16 bytes of each chunk
   copying     the same, and each engine copies every chunk to or from memory of its own
 
+With the transport "local" the prefill engine writes into the receiver's slot; the bare puts beside it are CMA's.
 A request is one batch. Goodput counts chunks that the decode engine holds; the time runs from the first open to the
 last release. Before it is measured, every byte of a load is compared; while it is measured, both ends of every chunk.
 

@@ -61,7 +61,8 @@ class Acts(Moves):
             s.number == endpoint.worker[1] and s.is_alive for s in step.sessions
         ):
             step.endpoints[at] = endpoint._replace(is_made=True)
-            step.tell_sender(endpoint.sender, sev.EndpointOpened(RECEIVER, endpoint.number))
+            event = sev.EndpointOpened(RECEIVER, endpoint.number, in_place=self.config.in_place)
+            step.tell_sender(endpoint.sender, event)
         else:
             step.tell_sender(endpoint.sender, sev.EndpointBroken(RECEIVER, endpoint.number, "the worker is gone"))
 
@@ -77,6 +78,10 @@ class Acts(Moves):
     def _do_late(self, step: Step, at: int) -> None:
         item = step.loose.pop(at)
         step.land(item.owner, item.put)
+
+    def _do_lets_go(self, step: Step, at: int) -> None:
+        """An engine whose sender is dead leaves without another word to anybody but the receiver."""
+        step.loose.pop(at)
 
     def _do_completed(self, step: Step, at: int) -> None:
         task = step.tasks[at]
@@ -109,7 +114,9 @@ class Acts(Moves):
         core = self.sender_cores.entries[step.senders[request.sender]].core
         number = max(1, core._highest_no + 1)
         step.prefill[at] = Prefill(is_opened=True, holds=True, transfer_no=number)
-        event = sev.OpenRequested(number, 1, request.req_id, RECEIVER, len(request.keys), rank=request.rank)
+        event = sev.OpenRequested(
+            number, 1, request.req_id, RECEIVER, len(request.keys), rank=request.rank, in_place=self.config.in_place
+        )
         step.tell_sender(request.sender, event)
         if step.prefill[at].holds:
             step.prefill[at] = step.prefill[at]._replace(joined=step.transfer_of(request.sender, number))
@@ -134,6 +141,10 @@ class Acts(Moves):
         granted = prefill.filling[place]
         filling = prefill.filling[:place] + prefill.filling[place + 1 :]
         step.prefill[at] = prefill._replace(filling=filling)
+        # What a receiver left behind that has restarted is nobody's memory any more.
+        if granted.owner is not None and granted.worker[0] == step.receiver_incarnation:
+            for put in granted.puts:
+                step.land(granted.owner, put)
         step.filled[sender, prefill.transfer_no, granted.number] = granted.puts
         step.tell_sender(sender, sev.PieceFilled(prefill.transfer_no, granted.number))
 
@@ -245,7 +256,16 @@ def _kill_sender(step: Step, sender: int, core: int) -> None:
             if step.can_land(piece.worker)
         ]
     else:
-        step.loose = [item for item in step.loose if item.owner[:2] != (sender, dead)]
+        step.loose = [item for item in step.loose if item.owner[:2] != (sender, dead) or item.by_engine]
+    # Its engines live on, and what they fill in place they may yet write.
+    mine = [p for p, r in zip(step.prefill, step.world.config.requests, strict=True) if r.sender == sender]
+    step.loose += [
+        Loose(granted.owner, granted.worker, put, by_engine=True)
+        for prefill in mine
+        for granted in prefill.filling
+        if granted.owner is not None and step.can_land(granted.worker)
+        for put in granted.puts
+    ]
     step.tasks = [t for t in step.tasks if t.sender != sender]
     step.endpoints = [e for e in step.endpoints if e.sender != sender]
     step.notifications = [n for n in step.notifications if n[0] != sender]

@@ -339,8 +339,8 @@ def name_sender_ids(core: ExploredSender, actions: list[Any]) -> dict[int, int]:
                 name = _id(2 if keys else 1 if is_open else 3, number, first)
             case WriteDone(transfer_no=number, rank=rank, first_chunk=first):
                 name = _id(8 + rank, number, first)
-            case CancelNotif(transfer_no=number):
-                name = _id(5, number)
+            case CancelNotif(transfer_no=number, goes_on=goes_on):
+                name = _id(4 if goes_on else 5, number)
             case Heartbeat():
                 name = _id(6)
             case FailNotif(transfer_no=number):

@@ -61,6 +61,7 @@ class Mirror:
         ]
         plain = [(r.sender, r.req_id, r.batches) for r in requests]
         assert world.config.senders == 2, "two senders are exchanged"
+        assert not world.config.in_place, "what engines fill in place is not exchanged"
         assert not world.config.verifies, "checksums tell one sender's chunks from the other's"
         assert sorted(images) == sorted(plain), "the senders differ in more than their names"
         self._requests = [plain.index(image) for image in images]

@@ -40,6 +40,9 @@ class Moves(World):
                 session.is_watched
                 and session.is_made
                 and session.incarnation < self._incarnation(state, session.sender)
+                and not any(
+                    item.by_engine and item.owner[:2] == (session.sender, session.incarnation) for item in state.loose
+                )
             ):
                 yield ("died", at)
         for at, endpoint in enumerate(state.endpoints):
@@ -69,12 +72,15 @@ class Moves(World):
                 yield from (("land", at, place, number) for number in range(len(piece.puts)))
             if task.is_cancelled:
                 # On one host a put that was cut off has ended only when the sender's kernel has done with it.
-                writes = self.config.same_host and any(item.owner == step.owner(task) for item in state.loose)
+                writes = self.config.same_host and any(
+                    item.owner == step.owner(task) and not item.by_engine for item in state.loose
+                )
                 if not writes and not any(piece.puts for piece in task.pieces):
                     yield ("drained", at)
             elif not task.is_cut and not task.pieces[0].puts:
                 yield ("completed", at)
         yield from (("late", at) for at in range(len(state.loose)))
+        yield from (("lets_go", at) for at, item in enumerate(state.loose) if item.by_engine)
 
     def _natural_engine(self, state: State, at: int, request: Request) -> Iterator[Move]:
         prefill = state.prefill[at]
@@ -169,7 +175,7 @@ class Moves(World):
     def _where_slow(self, state: State) -> Iterator[Move]:
         for sender, number in enumerate(state.senders):
             for key in self.sender_cores.entries[number].timers:
-                if key[0] not in ("repeat", "heartbeat"):
+                if key[0] not in ("repeat", "heartbeat") and key[0] not in self.config.patient:
                     yield (sender, key)
         yield from ((-1, key) for key in self.receiver_cores.entries[state.receiver].timers)
 

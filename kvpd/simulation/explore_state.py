@@ -68,11 +68,13 @@ class WorldConfig:
     slots: int = 3
     staging_slots: int = 2
     same_host: bool = False
+    in_place: bool = False  # engines fill the receiver's slots themselves, on its host
     has_proxy: bool = False
     verifies: bool = False  # chunks by their checksums, before they are ready
     stages_late: bool = False  # batches are asked for one after another, at any time; else all of them with the open
     # Requests whose engines never fill what they staged: the decode engine gives them up in the end.
     stalled: frozenset[int] = frozenset()
+    patient: frozenset[str] = frozenset()  # deadlines that do not pass early
     is_symmetric: bool = False  # the senders differ in nothing but their numbers
     budget: Mapping[str, int] = attrs.field(factory=dict)
     about: str = ""
@@ -101,10 +103,12 @@ class Put(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """A piece whose staging slots an engine may fill."""
+    """A piece whose slots an engine may fill. In place they are a receiver's, behind `worker`, and `owner` is whose."""
 
     number: int
     puts: tuple[Put, ...]
+    owner: TransferKey | None = None
+    worker: Worker = (0, 0)
 
 
 class Piece(NamedTuple):
@@ -128,11 +132,12 @@ class Task(NamedTuple):
 
 
 class Loose(NamedTuple):
-    """A put whose endpoint was cut off: it may land yet."""
+    """A put whose endpoint was cut off: it may land yet. Or what an engine may yet write whose sender is dead."""
 
     owner: TransferKey
     worker: Worker
     put: Put
+    by_engine: bool = False
 
 
 class Verifying(NamedTuple):

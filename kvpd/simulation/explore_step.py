@@ -212,15 +212,20 @@ class Step(Unfrozen):
         keys = request.batches[grant.stage][grant.first : grant.first + len(grant.entries)]
         chunks = [(e, content(key, request.rank)) for e, key in zip(grant.entries, keys, strict=True) if e is not None]
         puts = tuple(Put(*self.world.places(entry, request.rank), chunk) for entry, chunk in chunks)
-        taken = {p.local for f in self._of_sender(sender) for granted in f.filling for p in granted.puts}
-        taken |= {p.local for t in self.tasks if t.sender == sender for piece in t.pieces for p in piece.puts}
-        if any(put.local in taken for put in puts):
+        granted = Granted(grant.piece, puts)
+        if grant.place:
+            (worker,) = (e.worker for e in self.endpoints if (e.sender, e.number) == (sender, grant.place))
+            granted = granted._replace(owner=self.owner_of(sender, grant.transfer_no), worker=worker)
+        elif any(put.local in self._staged(sender) for put in puts):
             raise Violation(f"a staging slot of transfer {grant.transfer_no} is still read or written for another")
-        self.prefill[at] = prefill._replace(filling=(*prefill.filling, Granted(grant.piece, puts)))
+        self.prefill[at] = prefill._replace(filling=(*prefill.filling, granted))
 
-    def _of_sender(self, sender: int) -> list[Prefill]:
+    def _staged(self, sender: int) -> set[int]:
+        """The staging slots that are read or written."""
         requests = self.world.config.requests
-        return [p for p, request in zip(self.prefill, requests, strict=True) if request.sender == sender]
+        mine = [p for p, request in zip(self.prefill, requests, strict=True) if request.sender == sender]
+        taken = {p.local for f in mine for granted in f.filling if granted.owner is None for p in granted.puts}
+        return taken | {p.local for t in self.tasks if t.sender == sender for piece in t.pieces for p in piece.puts}
 
     def _request_of(self, sender: int, number: int) -> int | None:
         for at, request in enumerate(self.world.config.requests):

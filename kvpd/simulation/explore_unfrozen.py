@@ -77,4 +77,8 @@ class Unfrozen:
 
     def owner(self, task: Task) -> TransferKey:
         """The transfer that a task's puts are for."""
-        return task.sender, self.incarnation(task.sender), self.transfer_of(task.sender, task.transfer_no)
+        return self.owner_of(task.sender, task.transfer_no)
+
+    def owner_of(self, sender: int, number: int) -> TransferKey:
+        """The transfer that the open of this number belongs to."""
+        return sender, self.incarnation(sender), self.transfer_of(sender, number)

@@ -99,6 +99,7 @@ class World:
             ranks=self.config.ranks,
             host=host,
             verify="xxh3" if self.config.verifies else "off",
+            share="share" if self.config.in_place else "",
         )
         return self.receiver_cores.add(Copier().copy(ExploredReceiver(settings)))
 

@@ -40,7 +40,7 @@ def _socket_of(role: Role) -> Any:
     return attrs.Factory(lambda section: default_engine_socket(role, section.name), takes_self=True)
 
 
-_TRANSPORT = "what moves the bytes: UCX, through kvpd itself or through ucx-py; local: on one host the engines, else UCX"
+_TRANSPORT = "what moves the bytes: UCX, by kvpd itself or by ucx-py; local: on one host the engines, else UCX"
 _UCX_LIBRARY = "path of libucp, or auto: the libucx wheel, then the system's"
 _UCX_TLS = "UCX's own list of transports, such as tcp or rc,cma; empty: UCX chooses"
 _RANKS = "tensor-parallel ranks of the engine, each with memory of its own; the same on both sides"

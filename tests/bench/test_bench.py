@@ -52,7 +52,7 @@ def test_quick_runs_everything_and_writes_what_it_measured(tmp_path: Path) -> No
     assert [run["subcommand"] for run in report["runs"]] == [subcommand.name for subcommand in SUBCOMMANDS]
     assert {"kvpd", "python", "trio", "pyzmq", "ucx"} <= report["record"]["versions"].keys()
     results = {run["subcommand"]: run["result"] for run in report["runs"]}
-    assert [case["transport"] for case in results["transfer"]["cases"]] == ["cma", "tcp"]
+    assert [case["transport"] for case in results["transfer"]["cases"]] == ["cma", "tcp", "local"]
     assert all(
         len(case[name]["values"]) == 2
         for case in results["transfer"]["cases"]
@@ -91,7 +91,7 @@ def test_help_teaches(subcommand: str | None) -> None:
         (("idle", "--json", "/no/such/folder/x.json"), "there is no folder"),
         (("idle", "--plot", "x.jpeg"), ".svg or .png"),
         (("transfer", "--chunk-bytes", "8"), "out of range"),
-        (("transfer", "--transports", "pigeon"), "is none of cma, tcp"),
+        (("transfer", "--transports", "pigeon"), "is none of cma, tcp, local"),
         (("requests", "--depths", "0"), "no whole number of 1 or more"),
         (("trace", "--trace", "/no/such/trace"), "is no trace that can be read"),
         (("trace", "--model-shape", "gpt-7"), "no model known here"),

@@ -83,8 +83,14 @@ class Writers:
         self._forget_if_over(start)
 
     async def wait_gone(self, session_no: int) -> None:
-        """The sender of this session is dead: until its engines are gone too. No more of them are admitted."""
-        sender = self._senders[self._starts[session_no]]
+        """The sender of this session is dead: until its engines are gone too. No more of them are admitted.
+
+        A session that was forgotten in the same turn of the loop is waited for no more.
+        """
+        start = self._starts.get(session_no)
+        if start is None:
+            return
+        sender = self._senders[start]
         sender.is_dead = True
         if not sender.writers:
             sender.gone.set()

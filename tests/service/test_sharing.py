@@ -84,6 +84,15 @@ async def test_nobody_gets_the_memory_on_behalf_of_a_dead_sender() -> None:
         watched.writers.admit(START)
 
 
+async def test_a_session_that_was_forgotten_is_not_waited_for() -> None:
+    """Its sender's death and its end may be seen in one turn of the loop."""
+    watched = Watched()
+    watched.writers.admit(START)
+    watched.writers.session_forgotten(1)
+    await watched.sender_died()
+    assert watched.is_gone
+
+
 async def test_every_session_of_a_dead_sender_is_told() -> None:
     """An earlier one may still have slots that wait for their fence; engines are not told apart by sessions."""
     watched = Watched()

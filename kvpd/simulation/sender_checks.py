@@ -243,7 +243,9 @@ class SenderChecks:
                 raise Violation(Rule.BOUNDED, f"transfer {number} of {self._sender.process.name} has never ended")
         # Its puts drain or are cut off, then its CancelNotif is answered, or the lease ends and with it the session.
         for number in self._ending:
-            if self._core.is_filling(number):  # in place: nothing but the engine itself ends that
+            share = self._core._shares.get(number)
+            # In place nothing but the engine itself ends that, and a transfer ends for all ranks.
+            if share is not None and any(other.is_filling for other in share.transfer.shares.values()):
                 self._ending[number] = now
         for number, since in self._ending.items():
             if now > since + self._ending_max_s + stood_still_s + _SLACK_S:

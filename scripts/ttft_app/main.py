@@ -51,7 +51,15 @@ def measured(
         console.print(f"[dim]{time.monotonic() - began:7.1f} s[/]  {text}", soft_wrap=True, highlight=False)
 
     name = model.SMOLLM2_NAME
-    served = Served(folder, name, model.read_shape(folder), context=_CONTEXT, room=2 * _CONTEXT, flags=_FLAGS)
+    served = Served(
+        folder,
+        name,
+        model.read_shape(folder),
+        context=_CONTEXT,
+        room=2 * _CONTEXT,
+        flags=_FLAGS,
+        settings={f"{role}.transport": options.transport for role in ("sender", "receiver")},
+    )
     nixl = {"progress_thread": options.nixl_progress_thread, "num_threads": options.nixl_threads}
     console.print("Starting five vLLM servers, a receiver, a sender and three proxies; on few cores this takes minutes")
     with Systems(served, logs, say, nixl=nixl) as stack:
@@ -61,7 +69,12 @@ def measured(
 def run(options: argparse.Namespace, console: Console, logs: Path) -> list[str]:
     """Do it all, and say what was not as it must be."""
     thread = "its progress thread" if options.nixl_progress_thread else "no progress thread"
-    about = record((f"NIXL has {thread} and num_threads = {options.nixl_threads}",))
+    about = record(
+        (
+            f"kvpd's daemons have transport = {options.transport!r}",
+            f"NIXL has {thread} and num_threads = {options.nixl_threads}",
+        )
+    )
 
     def keep(samples: list[Sample]) -> None:
         if options.json is not None:  # after each round: what was measured before an interruption is not lost

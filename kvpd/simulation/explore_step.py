@@ -18,6 +18,7 @@ from kvpd.core.pool import SlotState
 from kvpd.core.receiver import events as rev
 from kvpd.core.sender import events as sev
 from kvpd.simulation.explore_state import (
+    RECEIVER,
     Connection,
     Endpoint,
     Granted,
@@ -132,8 +133,10 @@ class Step(Unfrozen):
                     raise Violation(f"the proxy is told of transfer {key}, which is not complete at the receiver")
                 self.notifications.append((sender, self.world.messages.number(message)))
             case sev.ConnectPeer():
-                hellos = self.world.sender_cores.entries[self.senders[sender]].core.hellos
-                self.connections.append(Connection(sender, self.incarnation(sender), hellos))
+                core = self.world.sender_cores.entries[self.senders[sender]].core
+                # The Hello of this connection has been counted, unless it waits for puts that have not ended.
+                number = 2 * core.hellos + (RECEIVER in core._undrained)
+                self.connections.append(Connection(sender, self.incarnation(sender), number))
             case sev.DisconnectPeer():
                 at = self._open_connection(sender)
                 assert at is not None

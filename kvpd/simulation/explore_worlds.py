@@ -148,6 +148,13 @@ _SUBJECTS = [
     _world("loss", "a connection breaks; a cancel", *_TWO_SMALL, slots=1, is_symmetric=True, loss=1, cancel=1),
     _world("twice", "messages come twice", *_TWO_SMALL, slots=1, is_symmetric=True, repeat=2, is_large=True),
     _world("slow", "deadlines pass early", *_TWO_SMALL, slots=1, is_symmetric=True, slow=2, is_large=True),
+    _world(
+        "slow-again",
+        "deadlines pass early, a sender that has lost its session has another request",
+        *(request(0, 0, 1), request(0, 1, 1)),
+        slots=1,
+        slow=2,
+    ),
     _world("checksums", "chunks are verified; a cancel", *_TWO_SMALL, slots=1, verifies=True, corrupt=1, cancel=1),
     _world(
         "stalled",

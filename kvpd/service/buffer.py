@@ -6,6 +6,7 @@ It is faulted in before the daemon says that it is ready: a first touch during a
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -47,6 +48,8 @@ class Buffer:
             raise ConfigError(
                 [f"{self.total_bytes} bytes of chunk memory cannot be had ({exc}); set a smaller size"]
             ) from exc
+        with contextlib.suppress(OSError):  # a kernel that has no huge pages for it serves as well, only slower
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         if not engines_may_write:
             seals |= _F_SEAL_FUTURE_WRITE

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,3 +125,11 @@ async def test_faulting_in_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(buffer_module, "_PROGRESS_S", 0.0)
         await buffer.fault_in(lambda _: scope.cancel())
     assert scope.cancelled_caught
+
+
+def test_the_kernel_is_asked_for_huge_pages() -> None:
+    """Copies between processes were twice as fast with them; whether there are any is the machine's setting."""
+    with Buffer("advised", 10, PAGE, engines_may_write=True):
+        maps = Path("/proc/self/smaps").read_text()
+    (flags,) = re.findall(r"memfd:kvpd-advised.*?VmFlags:([^\n]*)", maps, re.DOTALL)
+    assert "hg" in flags.split()

@@ -79,9 +79,8 @@ class ZmqServer:
 class ZmqClient:
     """See `ControlClient`."""
 
-    def __init__(self, socket: TrioSocket, url: str) -> None:
+    def __init__(self, socket: TrioSocket) -> None:
         self._socket = socket
-        self._url = url
 
     async def receive(self) -> bytes:
         return _message(await self._socket.receive())
@@ -91,15 +90,6 @@ class ZmqClient:
 
     def send_nowait(self, message: bytes) -> None:
         self._socket.send_nowait((message,))
-
-    def reconnect(self) -> None:
-        """Give up the connection, and what is queued for it, and make a new one.
-
-        For a server that stays silent. It may still hold this client's previous connection for alive, and then it
-        ignores whoever announces the same identity, on that connection for good.
-        """
-        self._socket.call(lambda socket: socket.disconnect(self._url))
-        self._socket.call(lambda socket: socket.connect(self._url))
 
     def statistics(self) -> SocketStatistics:
         """What its socket has done so far."""
@@ -172,8 +162,8 @@ class ZmqControl:
             raise ValueError(
                 f"{identity!r} is no identity: 1 to {IDENTITY_BYTES_MAX} bytes are, the first of them not zero"
             )
-        async with self._connected(zmq.DEALER, address, identity) as (socket, url):
-            yield ZmqClient(socket, url)
+        async with self._connected(zmq.DEALER, address, identity) as socket:
+            yield ZmqClient(socket)
 
     @asynccontextmanager
     async def connect_push(self, address: str) -> AsyncIterator[ZmqPushClient]:
@@ -183,11 +173,11 @@ class ZmqControl:
             ValueError: `address` is no address.
             OSError: there is no socket to be had.
         """
-        async with self._connected(zmq.PUSH, address, b"") as (socket, _):
+        async with self._connected(zmq.PUSH, address, b"") as socket:
             yield ZmqPushClient(socket)
 
     @asynccontextmanager
-    async def _connected(self, kind: int, address: str, identity: bytes) -> AsyncIterator[tuple[TrioSocket, str]]:
+    async def _connected(self, kind: int, address: str, identity: bytes) -> AsyncIterator[TrioSocket]:
         endpoint = parse_peer_endpoint(address)
         family = await _family_of(endpoint)
         with _translated(f"cannot connect to {address}"):
@@ -203,7 +193,7 @@ class ZmqControl:
         socket = TrioSocket(raw)
         linger_ms = 0
         try:
-            yield socket, endpoint.url
+            yield socket
             linger_ms = LINGER_MS
         finally:
             socket.close(linger_ms)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
 import attrs
 import outcome
@@ -19,7 +19,6 @@ import trio
 import zmq
 
 Context = zmq.Context[zmq.Socket[bytes]]
-T = TypeVar("T")
 
 RELEASE_TIMEOUT_S: Final = 1.0
 _monitor_numbers = itertools.count()
@@ -160,16 +159,6 @@ class TrioSocket:
         assert self._receiver is not None
         receiver, self._receiver = self._receiver, None
         trio.lowlevel.reschedule(receiver, result)
-
-    # ------------------------------------------------------------------ anything else
-
-    def call(self, function: Callable[[zmq.Socket[bytes]], T]) -> T:
-        """Any other call into libzmq, which may take the edge as well."""
-        self._check_open()
-        try:
-            return function(self._socket)
-        finally:
-            self._hand_over()
 
     # ------------------------------------------------------------------ lifetime
 

@@ -119,19 +119,3 @@ async def test_a_stranger_with_a_known_identity_gets_nothing(tcp: ZmqControl) ->
                 await trio.sleep(0.2)  # a thief that was late proves nothing, and does no harm
                 await greet(server, client, b"a")
                 assert not thief.poll(0)
-
-
-async def test_a_client_whose_old_connection_lingers_gets_through_by_reconnecting(tcp: ZmqControl) -> None:
-    """A server that has not noticed a dead connection ignores the new one; the client alone can tell, and help."""
-    with trio.fail_after(DEADLINE_S):
-        async with tcp.serve("127.0.0.1:0") as server, raw_zmq(zmq.DEALER, server.address, b"a") as lingering:
-            lingering.send(b"hello")
-            assert await server.receive() == (b"a", b"hello")
-            async with tcp.connect(server.address, b"a") as client:
-                client.send_nowait(b"ignored")
-                lingering.close(0)
-                await until_unknown(server, b"a")
-                client.reconnect()
-                client.send_nowait(b"heard")
-                while await server.receive() != (b"a", b"heard"):
-                    pass

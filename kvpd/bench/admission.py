@@ -6,7 +6,6 @@ transfers may make an event dearer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -19,6 +18,7 @@ from kvpd.bench.cores import EventCost
 from kvpd.bench.failure import BenchmarkFailed
 from kvpd.bench.fleet import Daemon
 from kvpd.bench.plots import Plot, Series
+from kvpd.bench.processes import cores_used
 from kvpd.bench.rounds import Measured, alternate, percentile
 from kvpd.bench.suite import Bench, Subcommand
 from kvpd.bench.tables import Cell, Table
@@ -153,19 +153,12 @@ def _wake_ups(bench: Bench, waiting: Sequence[int], samples: int, seconds: float
             def once() -> tuple[list[float], float]:
                 bench.progress.step(f"admission: {count:,} waiting")
                 times = peer.call("wake_ups", samples, list[float])
-                return times, _cores_used(receiver, seconds)
+                return times, cores_used([receiver], seconds)[0]
 
             return once
 
         results = alternate(bench.rounds, {str(count): measure(count) for count in waiting})
     return tuple(_waiting(count, samples, results[str(count)]) for count in waiting)
-
-
-def _cores_used(daemon: Daemon, seconds: float) -> float:
-    """CPU time that it uses, of each second that passes."""
-    before, began = daemon.cpu_seconds, time.monotonic()
-    time.sleep(seconds)
-    return (daemon.cpu_seconds - before) / (time.monotonic() - began)
 
 
 def _waiting(count: int, samples: int, rounds: Sequence[tuple[list[float], float]]) -> Waiting:

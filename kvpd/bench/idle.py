@@ -14,8 +14,8 @@ import attrs
 import click
 
 from kvpd.bench.failure import BenchmarkFailed
-from kvpd.bench.fleet import Daemon
 from kvpd.bench.plots import Plot
+from kvpd.bench.processes import cores_used
 from kvpd.bench.rounds import Measured
 from kvpd.bench.suite import Bench, Subcommand
 from kvpd.bench.tables import Table
@@ -85,7 +85,7 @@ def _run(bench: Bench, *, seconds: float, waiting: int) -> IdleResult:
         def look(situation: str, queued: int) -> None:
             bench.progress.step(f"idle: {situation}")
             time.sleep(min(_SETTLE_S, seconds))
-            cpu = [_cores_used(seconds, (sender, receiver)) for _ in range(bench.rounds)]
+            cpu = [cores_used((sender, receiver), seconds) for _ in range(bench.rounds)]
             by_daemon = [Measured.of(values) for values in zip(*cpu, strict=True)]
             situations.append(Idle(situation=situation, waiting=queued, sender=by_daemon[0], receiver=by_daemon[1]))
 
@@ -96,13 +96,6 @@ def _run(bench: Bench, *, seconds: float, waiting: int) -> IdleResult:
         with _waiting(prefill, decode, receiver.address, waiting):
             look("transfers wait for admission", waiting)
     return IdleResult(seconds=seconds, situations=tuple(situations))
-
-
-def _cores_used(seconds: float, daemons: Sequence[Daemon]) -> list[float]:
-    before, began = [daemon.cpu_seconds for daemon in daemons], time.monotonic()
-    time.sleep(seconds)
-    passed = time.monotonic() - began
-    return [(daemon.cpu_seconds - used) / passed for daemon, used in zip(daemons, before, strict=True)]
 
 
 class _Over(Exception):

@@ -48,6 +48,14 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)  # what clock_getcpuclockid(3) gives
 
 
+def cores_used(children: Sequence[Child], seconds: float) -> list[float]:
+    """CPU time that each of them uses, of every second that passes, while nothing is done here for `seconds`."""
+    before, began = [child.cpu_seconds for child in children], time.monotonic()
+    time.sleep(seconds)
+    passed = time.monotonic() - began
+    return [(child.cpu_seconds - used) / passed for child, used in zip(children, before, strict=True)]
+
+
 class Child:
     """A Python program in a process of its own. A context manager: leaving ends it.
 

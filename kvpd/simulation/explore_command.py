@@ -23,7 +23,7 @@ ending is reached without any fault."""
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--world", "names", multiple=True, type=click.Choice(list(WORLDS)), metavar="NAME", help="Only this one.")
 @click.option("--list", "is_listing", is_flag=True, help="Say which worlds there are, and search none.")
-@click.option("--ci", is_flag=True, help="Every world that is not large, about a minute in all.")
+@click.option("--ci", is_flag=True, help="Every world that is not large, two minutes in all.")
 @click.option("--all", "is_all", is_flag=True, help="Every world.")
 @click.option("--max-states", type=click.IntRange(1), default=2_000_000, show_default=True, help="Of one world.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True, help="For one.")

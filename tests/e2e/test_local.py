@@ -6,12 +6,10 @@ A slot that somebody might still write is given to nobody, whoever of the three 
 from __future__ import annotations
 
 import contextlib
-import functools
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +18,9 @@ import pytest
 
 from kvpd.errors import ErrorCode, TransferFailed
 
-from .daemons import DEADLINE_S, Daemon, Fleet, clean_environment, in_background
+from .daemons import DEADLINE_S, Daemon, Fleet, clean_environment
 from .payloads import make_request, receive, send
-from .test_ranks import ODD, RANKS, parts
+from .test_ranks import ODD, RANKS, move_all_ranks, parts
 
 LOCAL: Final[dict[str, Any]] = {"transport": "local"}
 SHORT: Final[dict[str, Any]] = {"lease_s": 1.0, "put_deadline_s": 0.3}
@@ -150,18 +148,7 @@ def test_every_rank_fills_its_own_window(fleet: Fleet) -> None:
     receiver, sender = fleet.pair({"slots": 8, **common}, {"slots": 3, **common})
     requests = [parts(f"r{n}", 7, last=13) for n in range(4)]
 
-    def prefill(rank: int) -> None:
-        with sender.sender_link(rank) as link:
-            for request in requests:
-                send(link, request[rank], receiver.address, batch=5)
-
-    with ExitStack() as stack:
-        for rank in range(RANKS):
-            stack.enter_context(in_background(functools.partial(prefill, rank)))
-        links = [stack.enter_context(receiver.receiver_link(rank)) for rank in range(RANKS)]
-        for request in requests:
-            for rank, link in enumerate(links):
-                assert receive(link, request[rank].req_id) == request[rank].hashes
+    move_all_ranks(sender, receiver, requests)
     receiver.wait_quiet()
     assert receiver.slots() == {"free": 8}
     assert {line["rank"] for line in sender.said("piece_filled")} == {0, 1}

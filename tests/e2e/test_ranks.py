@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import attrs
@@ -25,6 +26,23 @@ def parts(req_id: str, chunks: int, chunk_bytes: int = ODD, last: int | None = N
     ]
 
 
+def move_all_ranks(sender: Daemon, receiver: Daemon, requests: Sequence[Sequence[Request]]) -> None:
+    """Each rank's engines send and read their parts of all requests, and get every byte."""
+
+    def prefill(rank: int) -> None:
+        with sender.sender_link(rank) as link:
+            for request in requests:
+                send(link, request[rank], receiver.address, batch=5)
+
+    with ExitStack() as stack:
+        for rank in range(RANKS):
+            stack.enter_context(in_background(functools.partial(prefill, rank)))
+        links = [stack.enter_context(receiver.receiver_link(rank)) for rank in range(RANKS)]
+        for request in requests:
+            for rank, link in enumerate(links):
+                assert receive(link, request[rank].req_id) == request[rank].hashes
+
+
 def two_ranks(fleet: Fleet, *, slots: int = 8, tls: str = "", **settings: object) -> tuple[Daemon, Daemon]:
     """A receiver and a sender for engines of two ranks."""
     common = {"ranks": RANKS, "chunk_bytes": ODD, "ucx_tls": tls, **settings}
@@ -40,18 +58,7 @@ def test_every_byte_of_every_rank_arrives_in_its_own_window(fleet: Fleet, tls: s
     requests = [parts(f"r{n}", 7, last=13) for n in range(4)]
     assert requests[0][0].hashes != requests[0][1].hashes
 
-    def prefill(rank: int) -> None:
-        with sender.sender_link(rank) as link:
-            for request in requests:
-                send(link, request[rank], receiver.address, batch=5)
-
-    with ExitStack() as stack:
-        for rank in range(RANKS):
-            stack.enter_context(in_background(functools.partial(prefill, rank)))
-        links = [stack.enter_context(receiver.receiver_link(rank)) for rank in range(RANKS)]
-        for request in requests:
-            for rank, link in enumerate(links):
-                assert receive(link, request[rank].req_id) == request[rank].hashes
+    move_all_ranks(sender, receiver, requests)
     receiver.wait_quiet()
     assert receiver.slots() == {"free": 8}
     assert len(receiver.said("transfer_admitted")) == len(sender.said("transfer_done")) == len(requests)

@@ -119,9 +119,9 @@ class Metrics:
         self._own.append(callback)
         ProcessCollector(registry=self.registry)
 
-    def message_dropped(self, reason: str) -> None:
-        """A message counted for nothing; `reason` is a word of the program's, never the peer's."""
-        self._messages_dropped.inc(reason)
+    def message_dropped(self, reason: str, count: int = 1) -> None:
+        """Messages that counted for nothing; `reason` is a word of the program's, never the peer's."""
+        self._messages_dropped.inc(reason, count)
 
     def before_reading(self, refresh: Callable[[], None]) -> None:
         """Have `refresh` set the levels whenever somebody reads, maybe in another thread than the one that records."""

@@ -1,20 +1,21 @@
 """The sender's outgoing channels: one to each receiver, one to each proxy, made when first needed.
 
-Sending never blocks and may lose: a full queue drops the message and counts it, because the core repeats what matters
-until it is answered.
+Sending never blocks and may lose: a full queue drops messages and counts them, because the core repeats what matters
+until it is answered. What one turn of the loop has to say to a receiver travels together.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol, runtime_checkable
 
 import trio
 
 from kvpd.log import get_logger
+from kvpd.service.turns import TurnEnd, together
 from kvpd.transports.base import ControlClient, ControlTransport
 
 log = get_logger()
@@ -27,7 +28,7 @@ _HEARD_AT_ONCE_MAX: Final = 64  # messages in one turn of the loop
 class Sendable(Protocol):
     """The sending half of a control channel."""
 
-    def send_nowait(self, message: bytes) -> None: ...
+    def send_nowait(self, *messages: bytes) -> None: ...
 
 
 @runtime_checkable
@@ -38,34 +39,53 @@ class PushTransport(Protocol):
 
 
 class Channel:
-    """One outgoing channel and the task that hears its answers."""
+    """One outgoing channel and the task that hears its answers.
+
+    `to_proxy`: each message travels alone, for whoever was not written for kvpd expects them so.
+    """
 
     def __init__(
-        self, address: str, on_message: Callable[[str, bytes], None], on_dropped: Callable[[str], None]
+        self,
+        address: str,
+        on_message: Callable[[str, bytes], None],
+        on_dropped: Callable[[str, int], None],
+        turn_end: TurnEnd,
+        *,
+        to_proxy: bool = False,
     ) -> None:
         self.address = address
         self._on_message = on_message
         self._on_dropped = on_dropped
+        self._turn_end = turn_end
+        self._group = _alone if to_proxy else together
         self._scope = trio.CancelScope()
         self._client: Sendable | None = None
-        self._backlog: list[bytes] = []
+        self._outgoing: list[bytes] = []  # of this turn of the loop, or kept until there is a client
 
     def send(self, message: bytes) -> None:
-        """Queue a message, or drop and count it."""
-        try:
-            if self._client is not None:
-                self._client.send_nowait(message)
-            elif len(self._backlog) < _BACKLOG_MAX:
-                self._backlog.append(message)
-            else:
-                raise trio.WouldBlock
-        except trio.WouldBlock:
-            self._on_dropped("queue_full")
-        except trio.ClosedResourceError:
-            self._on_dropped("not_connected")
+        """Have a message leave with this turn's others; or drop and count it, now or then."""
+        if self._client is not None:
+            self._turn_end.call(self._send_all)
+        elif len(self._outgoing) == _BACKLOG_MAX:
+            self._on_dropped("queue_full", 1)
+            return
+        self._outgoing.append(message)
+
+    def _send_all(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        for messages in self._group(outgoing):
+            assert self._client is not None, "nothing is sent before there is a client"
+            try:
+                self._client.send_nowait(*messages)
+            except trio.WouldBlock:
+                self._on_dropped("queue_full", len(messages))
+            except trio.ClosedResourceError:
+                self._on_dropped("not_connected", len(messages))
 
     def close(self) -> None:
-        """End the task, and the channel with it."""
+        """End the task, and the channel with it, once what there is to say has left."""
+        if self._client is not None:
+            self._send_all()
         self._scope.cancel()
 
     async def run(self, control: ControlTransport, identity: bytes) -> None:
@@ -92,9 +112,7 @@ class Channel:
 
     def _connected(self, client: Sendable) -> None:
         self._client = client
-        backlog, self._backlog = self._backlog, []
-        for message in backlog:
-            self.send(message)
+        self._send_all()
 
     async def _hear(self, client: ControlClient) -> None:
         while True:
@@ -109,6 +127,10 @@ class Channel:
             self._on_message(self.address, message)
 
 
+def _alone(messages: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    return ((message,) for message in messages)
+
+
 class ProxyChannels:
     """The channels to proxies; when there are too many, the one unused for longest is closed."""
 
@@ -120,7 +142,8 @@ class ProxyChannels:
         *,
         acknowledged: bool,
         on_message: Callable[[str, bytes], None],
-        on_dropped: Callable[[str], None],
+        on_dropped: Callable[[str, int], None],
+        turn_end: TurnEnd,
     ) -> None:
         self._control = control
         self._nursery = nursery
@@ -128,6 +151,7 @@ class ProxyChannels:
         self._acknowledged = acknowledged
         self._on_message = on_message
         self._on_dropped = on_dropped
+        self._turn_end = turn_end
         self._channels: OrderedDict[str, Channel] = OrderedDict()
 
     def send(self, address: str, message: bytes) -> None:
@@ -141,7 +165,8 @@ class ProxyChannels:
     def _open(self, address: str) -> Channel:
         if len(self._channels) >= _PROXIES_MAX:
             self._channels.popitem(last=False)[1].close()
-        channel = self._channels[address] = Channel(address, self._on_message, self._on_dropped)
+        channel = Channel(address, self._on_message, self._on_dropped, self._turn_end, to_proxy=True)
+        self._channels[address] = channel
         self._nursery.start_soon(self._run, channel)
         return channel
 

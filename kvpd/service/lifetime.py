@@ -12,6 +12,7 @@ import trio
 from kvpd.core.events import DrainExpired, DrainRequested, TimePassed
 from kvpd.metrics import Health
 from kvpd.service.driver import Driver
+from kvpd.service.turns import TurnEnd
 
 E = TypeVar("E")
 
@@ -25,6 +26,7 @@ class Lifetime(abc.ABC, Generic[E]):
         self.health = health
         self._idle = trio.Event()
         self._is_draining = False
+        self._turn_end = TurnEnd()
         self._running: AbstractAsyncContextManager[None] | None = None
 
     @abc.abstractmethod

@@ -36,6 +36,7 @@ from kvpd.service.host import open_process, own_host, wait_dead
 from kvpd.service.lifetime import Lifetime
 from kvpd.service.reports import ReceiverReports
 from kvpd.service.sharing import SenderStart, Writers
+from kvpd.service.turns import together
 from kvpd.transports.base import ControlServer, ControlTransport, DataPlane, Target
 from kvpd.transports.zmq import open_zmq_control
 
@@ -103,6 +104,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
         self._targets: dict[int, Target | None] = {}  # None: being made
         self._opening = trio.Lock()  # a worker is made by one session at a time
         self._watches: dict[int, trio.CancelScope] = {}
+        self._outgoing: dict[bytes, list[bytes]] = {}  # messages of this turn of the loop, by peer
         self._engines: dict[int, EngineSink] = {}
         self._engine_numbers = itertools.count(1)
         self._own_claims = _OwnClaims()
@@ -127,6 +129,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
             self._plane: DataPlane = await stack.enter_async_context(self._data_plane(self.buffer.memory, None))
             self._own_engine = self.attach(self._own_claims)
             async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self._turn_end.run)
                 self._nursery.start_soon(self._hear_senders)
                 self._nursery.start_soon(self._keep_time)
                 try:
@@ -134,6 +137,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
                 finally:
                     self._driver.stop()
                     self._own_claims.close()
+                    self._send_messages()
                     self._nursery.cancel_scope.cancel()
 
     @property
@@ -155,12 +159,8 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
     def _perform(self, action: ev.ReceiverAction) -> None:
         match action:
             case ev.SendMessage(peer, message):
-                try:
-                    self._server.send_nowait(peer, encode(message))
-                except trio.WouldBlock:
-                    self.metrics.message_dropped("queue_full")
-                except trio.BrokenResourceError:
-                    self.metrics.message_dropped("not_connected")
+                self._outgoing.setdefault(peer, []).append(encode(message))
+                self._turn_end.call(self._send_messages)
             case ev.OpenSession(session_no, process, sender_id, incarnation):
                 self._targets[session_no] = None
                 if process is not None:
@@ -192,6 +192,18 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
                     sink.announced(action)
             case Report():
                 self._reports.tell(action)
+
+    def _send_messages(self) -> None:
+        """What this turn of the loop has to say, or drop and count it: the cores repeat what matters."""
+        outgoing, self._outgoing = self._outgoing, {}
+        for peer, messages in outgoing.items():
+            for group in together(messages):
+                try:
+                    self._server.send_nowait(peer, *group)
+                except trio.WouldBlock:
+                    self.metrics.message_dropped("queue_full", len(group))
+                except trio.BrokenResourceError:
+                    self.metrics.message_dropped("not_connected", len(group))
 
     # -------------------------------------------------------------- tasks
 

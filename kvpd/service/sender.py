@@ -131,7 +131,9 @@ class Sender(Lifetime[ev.SenderEvent]):
                     acknowledged=self._is_acknowledged,
                     on_message=self._heard_proxy,
                     on_dropped=self.metrics.message_dropped,
+                    turn_end=self._turn_end,
                 )
+                self._nursery.start_soon(self._turn_end.run)
                 self._nursery.start_soon(self._keep_time)
                 try:
                     yield
@@ -188,7 +190,7 @@ class Sender(Lifetime[ev.SenderEvent]):
             case ev.NotifyProxy(proxy, notif):
                 self._proxies.send(proxy, encode(notif))
             case ev.ConnectPeer(receiver):
-                channel = Channel(receiver, self._heard, self.metrics.message_dropped)
+                channel = Channel(receiver, self._heard, self.metrics.message_dropped, self._turn_end)
                 self._channels[receiver] = channel
                 self._nursery.start_soon(channel.run, self._control, self._identity())
             case ev.DisconnectPeer(receiver):

@@ -26,7 +26,8 @@ class ControlServer(Protocol):
     async def receive(self) -> tuple[bytes, bytes]:
         """The next (peer, message), losing none by cancellation. One task at a time may call it.
 
-        What arrives as anything but one frame is handed on as an empty message, which no decoder accepts.
+        What was sent together comes one by one. What arrives without any frame is handed on as an empty message, which
+        no decoder accepts.
 
         Raises:
             trio.ClosedResourceError: it was closed.
@@ -39,8 +40,9 @@ class ControlServer(Protocol):
             trio.WouldBlock: nothing is here.
         """
 
-    def send_nowait(self, peer: bytes, message: bytes) -> None:
-        """Queue a message; never blocks.
+    def send_nowait(self, peer: bytes, *messages: bytes) -> None:
+        """Queue messages that travel together: all of them or none; never blocks. Sent together they cost little more
+        than one.
 
         Raises:
             trio.WouldBlock: that peer's queue is full: it does not read.
@@ -57,8 +59,8 @@ class ControlClient(Protocol):
     def receive_nowait(self) -> bytes:
         """Like `receive`, now; trio.WouldBlock when nothing is here."""
 
-    def send_nowait(self, message: bytes) -> None:
-        """Queue a message; never blocks. trio.WouldBlock: the queue is full."""
+    def send_nowait(self, *messages: bytes) -> None:
+        """Queue messages that travel together, as for ControlServer.send_nowait. trio.WouldBlock: the queue is full."""
 
 
 class ControlTransport(Protocol):

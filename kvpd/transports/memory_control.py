@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -130,13 +130,13 @@ class MemoryServer:
         parcel = self._inbox.take_nowait()
         return parcel.client.identity, parcel.message
 
-    def send_nowait(self, peer: bytes, message: bytes) -> None:
+    def send_nowait(self, peer: bytes, *messages: bytes) -> None:
         if self._closed:
             raise trio.ClosedResourceError
         client = self._clients.get(peer)
         if client is None or not client.is_connected:
             raise trio.BrokenResourceError("no such peer is connected")
-        client.deliver(message)
+        client.deliver(messages)
 
     def attach(self, client: MemoryClient) -> bool:
         """Take a client in, unless another bears its identity: a stranger must not get somebody's messages."""
@@ -181,17 +181,17 @@ class MemoryClient:
     def receive_nowait(self) -> bytes:
         return self._inbox.take_nowait().message
 
-    def send_nowait(self, message: bytes) -> None:
+    def send_nowait(self, *messages: bytes) -> None:
         if self._closed:
             raise trio.ClosedResourceError
-        if self._server is None:
-            if len(self._waiting) >= self._network.queue_messages_max:
-                raise trio.WouldBlock
-            self._waiting.append(message)
-            return
-        if self._server.inbox.count(self) >= self._network.queue_messages_max:
+        queued = len(self._waiting) if self._server is None else self._server.inbox.count(self)
+        if queued >= self._network.queue_messages_max:
             raise trio.WouldBlock
-        self._send_to(self._server, message)
+        if self._server is None:
+            self._waiting.extend(messages)
+            return
+        for message in messages:
+            self._send_to(self._server, message)
 
     def reconnect(self) -> None:
         """As ZmqClient's."""
@@ -228,17 +228,18 @@ class MemoryClient:
             self._server.inbox.lose_in_flight(self)
             self._connected_at = trio.current_time() + RECONNECT_S
 
-    def deliver(self, message: bytes) -> None:
-        """A message from the server."""
+    def deliver(self, messages: Sequence[bytes]) -> None:
+        """Messages from the server."""
         if self._inbox.count(self) >= self._network.queue_messages_max:
             raise trio.WouldBlock
         if self.partitioned:
             return
-        if len(message) > self._network.message_bytes_max:
-            self.disconnect()
-            return
-        self._due_down = max(trio.current_time() + self._delay_s, self._due_down)
-        self._inbox.put(_Parcel(self._due_down, self._network.next_number(), self, message))
+        for message in messages:
+            if len(message) > self._network.message_bytes_max:
+                self.disconnect()
+                return
+            self._due_down = max(trio.current_time() + self._delay_s, self._due_down)
+            self._inbox.put(_Parcel(self._due_down, self._network.next_number(), self, message))
 
     def close(self) -> None:
         self._closed = True

@@ -8,6 +8,7 @@ made again; what was on its way is lost.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
@@ -52,24 +53,33 @@ class ZmqLimits:
 
 
 class ZmqServer:
-    """See `ControlServer`."""
+    """See `ControlServer`. A ZMQ message's first frame is the peer, every other one a message of ours."""
 
     def __init__(self, socket: TrioSocket, address: str) -> None:
         self._socket = socket
         self._address = address
+        self._here: deque[tuple[bytes, bytes]] = deque()  # came together with the last one
 
     @property
     def address(self) -> str:
         return self._address
 
     async def receive(self) -> tuple[bytes, bytes]:
-        return _peer_and_message(await self._socket.receive())
+        if self._here:
+            await trio.lowlevel.checkpoint()
+            return self._here.popleft()
+        return self._first(await self._socket.receive())
 
     def receive_nowait(self) -> tuple[bytes, bytes]:
-        return _peer_and_message(self._socket.receive_nowait())
+        return self._here.popleft() if self._here else self._first(self._socket.receive_nowait())
 
-    def send_nowait(self, peer: bytes, message: bytes) -> None:
-        self._socket.send_nowait((peer, message))
+    def _first(self, frames: list[bytes]) -> tuple[bytes, bytes]:
+        peer = frames[0]
+        self._here.extend((peer, message) for message in frames[2:])
+        return peer, frames[1] if len(frames) > 1 else b""
+
+    def send_nowait(self, peer: bytes, *messages: bytes) -> None:
+        self._socket.send_nowait((peer, *messages))
 
     def statistics(self) -> SocketStatistics:
         """What its socket has done so far."""
@@ -77,19 +87,27 @@ class ZmqServer:
 
 
 class ZmqClient:
-    """See `ControlClient`."""
+    """See `ControlClient`. Every frame of a ZMQ message is a message of ours."""
 
     def __init__(self, socket: TrioSocket) -> None:
         self._socket = socket
+        self._here: deque[bytes] = deque()  # came together with the last one
 
     async def receive(self) -> bytes:
-        return _message(await self._socket.receive())
+        if self._here:
+            await trio.lowlevel.checkpoint()
+            return self._here.popleft()
+        return self._first(await self._socket.receive())
 
     def receive_nowait(self) -> bytes:
-        return _message(self._socket.receive_nowait())
+        return self._here.popleft() if self._here else self._first(self._socket.receive_nowait())
 
-    def send_nowait(self, message: bytes) -> None:
-        self._socket.send_nowait((message,))
+    def _first(self, frames: list[bytes]) -> bytes:
+        self._here.extend(frames[1:])
+        return frames[0]
+
+    def send_nowait(self, *messages: bytes) -> None:
+        self._socket.send_nowait(messages)
 
     def statistics(self) -> SocketStatistics:
         """What its socket has done so far."""
@@ -102,9 +120,12 @@ class ZmqPushClient:
     def __init__(self, socket: TrioSocket) -> None:
         self._socket = socket
 
-    def send_nowait(self, message: bytes) -> None:
-        """Queue a message; never blocks. trio.WouldBlock: the queue is full."""
-        self._socket.send_nowait((message,))
+    def send_nowait(self, *messages: bytes) -> None:
+        """Queue messages, each for itself: who was not written for kvpd expects one frame. trio.WouldBlock: the queue is
+        full.
+        """
+        for message in messages:
+            self._socket.send_nowait((message,))
 
 
 class ZmqControl:
@@ -258,11 +279,3 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except zmq.ZMQError as exc:
         raise OSError(exc.errno, f"{what}: {exc.strerror}") from exc
-
-
-def _peer_and_message(frames: list[bytes]) -> tuple[bytes, bytes]:
-    return frames[0], frames[1] if len(frames) == 2 else b""
-
-
-def _message(frames: list[bytes]) -> bytes:
-    return frames[0] if len(frames) == 1 else b""

@@ -10,6 +10,7 @@ import trio
 
 from kvpd.errors import ErrorCode
 from kvpd.service.channels import Channel
+from kvpd.service.turns import TurnEnd
 from kvpd.transports.base import ControlClient, ControlServer, ControlTransport
 from kvpd.transports.memory_control import MemoryNetwork
 
@@ -119,7 +120,14 @@ async def test_a_channel_keeps_some_messages_until_it_is_connected_and_counts_th
     dropped: list[str] = []
     heard: list[bytes] = []
     async with network.serve("127.0.0.1:7300") as server, trio.open_nursery() as nursery:
-        channel = Channel("127.0.0.1:7300", lambda _, message: heard.append(message), dropped.append)
+        turn_end = TurnEnd()
+        nursery.start_soon(turn_end.run)
+        channel = Channel(
+            "127.0.0.1:7300",
+            lambda _, message: heard.append(message),
+            lambda reason, count: dropped.extend([reason] * count),
+            turn_end,
+        )
         for number in range(100):
             channel.send(b"%d" % number)
         assert dropped == ["queue_full"] * 36
@@ -134,4 +142,6 @@ async def test_a_channel_keeps_some_messages_until_it_is_connected_and_counts_th
         await trio.sleep(1)
         assert heard == [b"answer"]
         channel.send(b"closed")
+        await trio.sleep(1)
         assert dropped[36:] == ["not_connected"]
+        nursery.cancel_scope.cancel()

@@ -48,6 +48,27 @@ async def test_order_is_kept_both_ways(kind: Kind) -> None:
             assert await client.receive() == b"%d" % number
 
 
+async def test_what_is_sent_together_comes_one_by_one_and_is_not_lost_by_cancellation(kind: Kind) -> None:
+    """A turn's messages leave as one; what came behind the first must survive whoever was waiting for it."""
+    numbers = [b"%d" % number for number in range(7)]
+    async with pair(kind) as (server, client):
+        client.send_nowait(*numbers)
+        server.send_nowait(b"a", *numbers)
+        client.send_nowait(b"last")
+        server.send_nowait(b"a", b"last")
+        for number in [*numbers, b"last"]:
+            for end in (server, client):
+                with trio.CancelScope() as scope:
+                    scope.cancel()
+                    await end.receive()
+                assert scope.cancelled_caught
+            assert await server.receive() == (b"a", number)
+            assert await client.receive() == number
+        for end in (server, client):
+            with pytest.raises(trio.WouldBlock):
+                end.receive_nowait()
+
+
 async def test_a_storm_of_cancelled_receives_loses_nothing(kind: Kind) -> None:
     """Every request with a deadline cancels a receive now and then; a lost answer is a slot lost for ever."""
     total = 600

@@ -53,6 +53,7 @@ class Driver(Generic[E, A]):
         self._is_stopped = False
         self._sleep = trio.CancelScope()
         self._wakes_at = math.inf  # when the timer does, as `now` tells the time
+        self._due_at: float | None = None  # the core's next deadline, which only its steps change
         self._after_step: Callable[[], None] = lambda: None
 
     @property
@@ -81,17 +82,16 @@ class Driver(Generic[E, A]):
         finally:
             self._is_running = False
         self._after_step()
-        at = self._core.next_deadline()
-        if at is not None and at < self._wakes_at:
+        self._due_at = self._core.next_deadline()
+        if self._due_at is not None and self._due_at < self._wakes_at:
             self._arm()  # a timer that wakes too early looks again; moving it at every step would cost more
 
     def _notice_standstill(self, now: float) -> None:
         """A deadline that is long overdue says that the loop stood still: stopped, suspended or starved."""
         if self._stood_still is None:
             return
-        at = self._core.next_deadline()
-        if at is not None and now - at > _STANDSTILL_S:
-            self._events.appendleft(self._stood_still(now - at))
+        if self._due_at is not None and now - self._due_at > _STANDSTILL_S:
+            self._events.appendleft(self._stood_still(now - self._due_at))
 
     def stop(self) -> None:
         """Decide and do nothing from now on: what an action needs is being taken down."""
@@ -99,12 +99,12 @@ class Driver(Generic[E, A]):
 
     def _arm(self) -> None:
         """Have the timer wake when the next deadline is due."""
-        at = self._core.next_deadline()
-        self._wakes_at = math.inf if at is None else at
-        self._sleep.deadline = math.inf if at is None else trio.current_time() + max(0.0, at - self._now())
+        self._wakes_at = math.inf if self._due_at is None else self._due_at
+        self._sleep.deadline = trio.current_time() + max(0.0, self._wakes_at - self._now())
 
     async def run_timer(self) -> None:
         """Feed TimePassed whenever a deadline is due, once what has already arrived was heard."""
+        self._due_at = self._core.next_deadline()
         while True:
             with trio.CancelScope() as self._sleep:
                 self._arm()
@@ -112,6 +112,6 @@ class Driver(Generic[E, A]):
             # Two turns of the loop: in the first the sockets' pumps run, in the second those whom they woke.
             await trio.lowlevel.checkpoint()
             await trio.lowlevel.checkpoint()
-            at, now = self._core.next_deadline(), self._now()
-            if at is not None and at <= now:
-                self.feed(TimePassed(lag_s=now - at))
+            now = self._now()
+            if self._due_at is not None and self._due_at <= now:
+                self.feed(TimePassed(lag_s=now - self._due_at))

@@ -68,15 +68,21 @@ class PrefillEngine:
         self._number = sender.new_engine(self.place_gone)
         self._transfers: dict[int, _Sink] = {}  # by the engine's number, until it closes them
         self._places: set[int] = set()  # that it knows
+        self._opening: Open | None = None  # what came last: its first batch may come with it
 
     def handle(self, frame: EngineFrame) -> None:
         """See `engine_link.Engine`."""
+        opening = self._opening
+        if opening is not None and isinstance(frame, Stage) and frame.transfer == opening.transfer:
+            self._begin(frame)
+            return
+        self._begin()
         feed = self._sender.feed
         match frame:
             case Open():
                 self._open(frame)
-            case Stage(transfer, stage, keys, is_last, last_chunk_bytes):
-                feed(sev.StageRequested(self._of(transfer), stage, keys, is_last, last_chunk_bytes))
+            case Stage(transfer):
+                feed(_stage_requested(self._of(transfer), frame))
             case Filled(transfer, _, piece):
                 feed(sev.PieceFilled(self._of(transfer), piece))
             case Touch(transfer):
@@ -98,7 +104,16 @@ class PrefillEngine:
             raise RemoteProtocolError(f"transfer {frame.transfer} is open already")
         if len(self._transfers) >= _OPEN_MAX:
             raise RemoteProtocolError(f"{_OPEN_MAX} transfers were opened and not closed")
-        sink = self._transfers[frame.transfer] = _Sink(frame.transfer, self._out, self._introduce)
+        self._transfers[frame.transfer] = _Sink(frame.transfer, self._out, self._introduce)
+        self._opening = frame
+        self._sender.at_turn_end(self._begin)
+
+    def _begin(self, first: Stage | None = None) -> None:
+        """Tell the sender of what was opened last, if it has not been told, with its first batch if that has come."""
+        frame, self._opening = self._opening, None
+        if frame is None:
+            return
+        sink = self._transfers[frame.transfer]
         try:
             sink.number = self._sender.open_for(
                 sink,
@@ -110,6 +125,7 @@ class PrefillEngine:
                 rank=self._rank,
                 group=self._group,
                 in_place=True,
+                first=None if first is None else lambda number: _stage_requested(number, first),
             )
         except LocalProtocolError as exc:
             self._out.send(Ended(frame.transfer, LinkError(ErrorCode.PROTOCOL_ERROR, str(exc)[:4096])))
@@ -137,6 +153,7 @@ class PrefillEngine:
 
     def closed(self) -> None:
         """See `engine_link.Engine`. What it was sending is rolled back."""
+        self._opening = None
         self._sender.engine_left(self._number)
         for sink in self._transfers.values():
             detail = f"{self._name}'s connection ended"
@@ -154,6 +171,10 @@ class PrefillEngine:
         for sink in self._transfers.values():
             self._sender.feed(sev.EngineLetGo(sink.number))
         self._transfers.clear()
+
+
+def _stage_requested(number: int, frame: Stage) -> sev.StageRequested:
+    return sev.StageRequested(number, frame.stage, frame.keys, frame.is_last, frame.last_chunk_bytes)
 
 
 class _Sink:

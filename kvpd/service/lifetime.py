@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -58,6 +59,10 @@ class Lifetime(abc.ABC, Generic[E]):
     def feed(self, event: E | TimePassed | DrainRequested | DrainExpired) -> None:
         """Have the core decide about an event, and act."""
         self._driver.feed(event)
+
+    def at_turn_end(self, callback: Callable[[], None]) -> None:
+        """Call back once, when what woke together with whoever asks has run."""
+        self._turn_end.call(callback)
 
     def _after_step(self) -> None:
         if self._is_draining and self.is_idle:

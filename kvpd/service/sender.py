@@ -294,10 +294,12 @@ class Sender(Lifetime[ev.SenderEvent]):
         rank: int = 0,
         group: str = "",
         in_place: bool = False,
+        first: Callable[[int], ev.StageRequested] | None = None,
     ) -> int:
         """Open a transfer, or join another rank's, whose events go to `sink`: its number. A refusal comes as an end.
 
-        `in_place`: whoever fills its slots can do so in a receiver's memory.
+        `in_place`: whoever fills its slots can do so in a receiver's memory. `first` makes the event of its first
+        batch, given the number, where that is known by now: the receiver is asked for room and slots in one message.
 
         Raises:
             LocalProtocolError: `receiver` or `notify` is no address, or the sender does not run.
@@ -320,6 +322,7 @@ class Sender(Lifetime[ev.SenderEvent]):
                 rank=rank,
                 group=group,
                 in_place=in_place,
+                first=None if first is None else first(number),
             )
         )
         if number not in self._sinks:  # refused at once: there will be no puts to wait for

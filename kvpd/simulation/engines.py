@@ -81,15 +81,19 @@ class PrefillTransfer:
         if plan.touch_s is not None:
             engine.process.soon(plan.touch_s, self._touch)
         if plan.style is Style.EAGER:
-            for _ in plan.batches:
+            for _ in plan.batches[self._next_batch :]:
                 self._stage_next()
         elif plan.style is not Style.NEVER:
             engine.process.soon(plan.compute_s, self._stage_next)
 
     def _stage_next(self) -> None:
+        if not self.is_over and self._next_batch < len(self.plan.batches):
+            event = self.next_stage()
+            self.engine.say(lambda sender: sender.feed(event))
+
+    def next_stage(self) -> sev.StageRequested:
+        """It has the keys of one more batch."""
         plan = self.plan
-        if self.is_over or self._next_batch >= len(plan.batches):
-            return
         stage, self._next_batch = self._next_batch, self._next_batch + 1
         first, count = self._staged, plan.batches[stage]
         keys = plan.keys[first : first + count]
@@ -106,7 +110,7 @@ class PrefillTransfer:
                 pass
         self._firsts[stage] = first
         self._staged += count
-        self.engine.say(lambda sender: sender.feed(sev.StageRequested(self.number, stage, keys, is_last, length)))
+        return sev.StageRequested(self.number, stage, keys, is_last, length)
 
     def _fill_later(self, grant: sev.GrantPiece, memory: Memory | None) -> None:
         if memory is not None and not self.has_left:
@@ -251,15 +255,11 @@ class PrefillEngine:
         self.transfers[number] = transfer
         self.truth.opened(self.sender, number, plan)
         event = sev.OpenRequested(
-            number,
-            1,
-            plan.req_id,
-            receiver,
-            total,
-            notify,
+            *(number, 1, plan.req_id, receiver, total, notify),
             rank=self.rank,
             group=f"engine-{self._group}",
             in_place=True,
+            first=transfer.next_stage() if plan.style is Style.EAGER and number % 2 else None,
         )
         self.sender.open(event, transfer)
         self.hear(transfer.begin)

@@ -114,27 +114,34 @@ class Acts(Moves):
         core = self.sender_cores.entries[step.senders[request.sender]].core
         number = max(1, core._highest_no + 1)
         step.prefill[at] = Prefill(is_opened=True, holds=True, transfer_no=number)
+        first = None if self.config.stages_late else self._next_stage(step, at)
         event = sev.OpenRequested(
-            number, 1, request.req_id, RECEIVER, len(request.keys), rank=request.rank, in_place=self.config.in_place
+            *(number, 1, request.req_id, RECEIVER, len(request.keys)),
+            rank=request.rank,
+            in_place=self.config.in_place,
+            first=first,
         )
         step.tell_sender(request.sender, event)
         if step.prefill[at].holds:
             step.prefill[at] = step.prefill[at]._replace(joined=step.transfer_of(request.sender, number))
         if not self.config.stages_late:
-            for _ in request.batches:
+            for _ in request.batches[1:]:
                 self._do_stage(step, at)
 
     _do_retry = _do_open
 
     def _do_stage(self, step: Step, at: int) -> None:
+        prefill = step.prefill[at]
+        if prefill.holds and not prefill.is_over:
+            step.tell_sender(self.config.requests[at].sender, self._next_stage(step, at))
+
+    def _next_stage(self, step: Step, at: int) -> sev.StageRequested:
+        """Its engine has the keys of one more batch."""
         request, prefill = self.config.requests[at], step.prefill[at]
-        if not prefill.holds or prefill.is_over:
-            return
         stage = prefill.staged
         step.prefill[at] = prefill._replace(staged=stage + 1)
         is_last = stage + 1 == len(request.batches)
-        event = sev.StageRequested(prefill.transfer_no, stage, request.batches[stage], is_last, CHUNK_BYTES)
-        step.tell_sender(request.sender, event)
+        return sev.StageRequested(prefill.transfer_no, stage, request.batches[stage], is_last, CHUNK_BYTES)
 
     def _do_fill(self, step: Step, at: int, place: int) -> None:
         sender, prefill = self.config.requests[at].sender, step.prefill[at]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
@@ -58,7 +58,7 @@ class Request:
         self._sender = sender
         self._number = number
         self._in_flight: deque[Posted] = deque()
-        self._is_cancelled = False
+        self.is_cancelled = False
         self._is_waiting = True  # for puts, none of which has failed
         self._is_cut_off = False
 
@@ -74,12 +74,12 @@ class Request:
 
     def cancel(self, put_deadline_s: float) -> None:
         """Begin no more puts, let those in flight end within the deadline, then report PutsDrained."""
-        self._is_cancelled, self._is_waiting = True, False
+        self.is_cancelled, self._is_waiting = True, False
         self._sender.process.soon(0.0, lambda: self._drain(put_deadline_s))
 
     def _check(self) -> None:
         """A batch has ended."""
-        if self._is_cancelled:
+        if self.is_cancelled:
             self._drained_if_ended()
         while self._is_waiting and self._in_flight and self._in_flight[0].batch.is_done:
             posted = self._in_flight[0]
@@ -124,6 +124,22 @@ class Request:
         self._sender.feed(ev.PutsDrained(self._number, drained, ended))
 
 
+class Joins:
+    """Which transfers opens have come to belong to: known before anything is judged that an open causes at once."""
+
+    def __init__(self) -> None:
+        self.transfer_of: dict[int, int] = {}  # by the open's number
+
+    def before(self, event: ev.SenderEvent) -> None:
+        pass
+
+    def after(self, event: ev.SenderEvent, actions: Sequence[ev.SenderAction]) -> None:
+        for action in actions:
+            match event, action:
+                case ev.OpenRequested(number), Report(ReportName.TRANSFER_JOINED, TransferId(transfer_no=transfer_no)):
+                    self.transfer_of[number] = transfer_no
+
+
 class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
     """One start of a sender."""
 
@@ -148,8 +164,8 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
         self.endpoints: dict[int, Endpoint | None] = {}
         self.sinks: dict[int, TransferSink] = {}
         self.on_place_gone: list[Callable[[int], None]] = []  # its engines', which fill in place
-        self._transfer_of: dict[int, int] = {}  # which transfer an open has come to belong to
-        self._opening = 0
+        self._joins = Joins()
+        self.observers.append(self._joins)
         self._network = network
         self._plane = plane
         self._outside = outside
@@ -166,7 +182,7 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
 
     def identity(self, number: int) -> TransferId:
         """A transfer of this start of the sender, by the number of any rank's open of it."""
-        number = self._transfer_of.get(number, number)
+        number = self._joins.transfer_of.get(number, number)
         return TransferId(self.settings.sender_id, self.settings.incarnation, number)
 
     def new_number(self) -> int:
@@ -178,10 +194,9 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
         number = event.transfer_no
         self.sinks[number] = sink
         self.requests[number] = Request(self, number)
-        self._opening = number
         self.feed(event)
-        if number not in self.sinks:
-            self.requests.pop(number, None)
+        if number not in self.sinks and not self.requests[number].is_cancelled:  # refused at once: nothing will end
+            del self.requests[number]
 
     def proxy_acknowledged(self, proxy: str, ack: ProxyAck) -> None:
         """A proxy's answer has arrived."""
@@ -191,8 +206,6 @@ class SimulatedSender(Shell[ev.SenderEvent, ev.SenderAction]):
 
     def perform(self, action: ev.SenderAction) -> None:
         match action:
-            case Report(ReportName.TRANSFER_JOINED, TransferId(transfer_no=transfer_no)):
-                self._transfer_of[self._opening] = transfer_no
             case Report():
                 pass
             case ev.SendToPeer(receiver, message):

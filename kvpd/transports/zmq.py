@@ -121,8 +121,10 @@ class ZmqPushClient:
         self._socket = socket
 
     def send_nowait(self, *messages: bytes) -> None:
-        """Queue messages, each for itself: who was not written for kvpd expects one frame. trio.WouldBlock: the queue is
-        full.
+        """Queue messages, each for itself: who was not written for kvpd expects one frame.
+
+        Raises:
+            trio.WouldBlock: the queue is full.
         """
         for message in messages:
             self._socket.send_nowait((message,))

@@ -21,6 +21,8 @@ import zmq
 Context = zmq.Context[zmq.Socket[bytes]]
 
 RELEASE_TIMEOUT_S: Final = 1.0
+_LAST: Final = int(zmq.DONTWAIT)
+_MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
 _monitor_numbers = itertools.count()
 
 
@@ -64,11 +66,11 @@ class TrioSocket:
         self._check_open()
         try:
             try:
-                self._socket.send_multipart(frames, zmq.DONTWAIT)
+                self._send(frames)
             except zmq.Again:
                 # libzmq looks for freed room only now and then, to save time; asking for EVENTS makes it look.
                 self._socket.getsockopt(zmq.EVENTS)
-                self._socket.send_multipart(frames, zmq.DONTWAIT)
+                self._send(frames)
         except zmq.Again:
             raise trio.WouldBlock from None
         except zmq.ContextTerminated:
@@ -80,6 +82,12 @@ class TrioSocket:
         finally:
             self._hand_over()
         self._sent += 1
+
+    def _send(self, frames: Sequence[bytes]) -> None:
+        # Not send_multipart, which computes with pyzmq's flags, an enumeration, for each frame.
+        for frame in frames[:-1]:
+            self._socket.send(frame, _MORE)
+        self._socket.send(frames[-1], _LAST)
 
     # ------------------------------------------------------------------ receiving
 

@@ -69,10 +69,16 @@ class SenderWorld:
         engine: int = 1,
         rank: int = 0,
         group: str = "",
+        first: Sequence[bytes] = (),
     ) -> list[sev.SenderAction]:
-        """An engine opens a transfer."""
+        """An engine opens a transfer, and stages its first batch at once where its keys are given."""
         name = f"req-{transfer_no}" if req_id is None else req_id
-        return self.feed(sev.OpenRequested(transfer_no, engine, name, receiver, total, notify, rank=rank, group=group))
+        batch = sev.StageRequested(transfer_no, 0, tuple(first), len(first) == total, CHUNK) if first else None
+        return self.feed(
+            sev.OpenRequested(
+                *(transfer_no, engine, name, receiver, total, notify), rank=rank, group=group, first=batch
+            )
+        )
 
     def stage(
         self, transfer_no: int, stage: int, names: Sequence[bytes], *, last: bool = False, last_bytes: int = CHUNK

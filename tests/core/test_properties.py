@@ -84,11 +84,17 @@ def test_a_receiver_survives_every_sequence_of_events(
 RECEIVERS = ("decode-0", "decode-1")
 receivers = st.sampled_from(RECEIVERS)
 
+stages = st.builds(sev.StageRequested, small, small, chunk_keys, st.booleans(), lengths)
+
 sender_events: st.SearchStrategy[sev.SenderEvent] = st.one_of(
     st.builds(sev.PeerMessageReceived, receivers, messages),
     st.builds(sev.PeerMessageReceived, receivers, messages),
-    st.builds(sev.OpenRequested, st.just(-1), small, req_ids, receivers, totals, st.sampled_from([None, "p"])),
-    st.builds(sev.StageRequested, small, small, chunk_keys, st.booleans(), lengths),
+    st.builds(
+        sev.OpenRequested,
+        *(st.just(-1), small, req_ids, receivers, totals, st.sampled_from([None, "p"])),
+        first=st.none() | stages,
+    ),
+    stages,
     st.builds(sev.PieceFilled, small, small),
     st.builds(sev.EngineLetGo, small),
     st.builds(sev.EndpointOpened, receivers, small),
@@ -119,7 +125,8 @@ def test_a_sender_survives_every_sequence_of_events(events: list[tuple[float, se
     for pause, event in events:
         actions = world.pass_time(pause)
         if isinstance(event, sev.OpenRequested):
-            event, number = attrs.evolve(event, transfer_no=number), number + 1
+            first = event.first and attrs.evolve(event.first, transfer_no=number)
+            event, number = attrs.evolve(event, transfer_no=number, first=first), number + 1
         actions += world.feed(event)
         for action in actions:
             if isinstance(action, sev.SendToPeer):

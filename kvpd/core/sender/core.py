@@ -20,8 +20,11 @@ class SenderCore(Moving):
     def handle(self, event: SenderEvent, *, now: float) -> list[SenderAction]:
         """Decide about one event. `now`: seconds on a clock that never goes back and does not stop in suspend."""
         match event:
-            case ev.OpenRequested():
+            case ev.OpenRequested(number, first=first):
                 self._open(event, now)
+                if first is not None:
+                    self._engine_spoke(first, now)
+                self._ask_for_room(number, now)
             case ev.StageRequested() | ev.TransferTouched() | ev.CancelRequested():
                 self._engine_spoke(event, now)
             case ev.PieceFilled(number, piece):

@@ -15,10 +15,22 @@ from kvpd.errors import ErrorCode, TransferError
 
 
 @attrs.frozen
+class StageRequested:
+    """An engine has the keys of its next batch. `stage` numbers the transfer's batches, growing."""
+
+    transfer_no: int
+    stage: int
+    keys: tuple[bytes, ...]
+    is_last: bool
+    last_chunk_bytes: int
+
+
+@attrs.frozen
 class OpenRequested:
     """A rank's engine opens a transfer, or joins the one that another rank has opened. Numbers grow; none comes twice.
 
-    `group` names the engine that the rank is part of. `in_place`: it can write into a receiver's memory itself.
+    `group` names the engine that the rank is part of. `in_place`: it can write into a receiver's memory itself. `first`
+    is its first batch, if it is known by now: then one message asks the receiver for room and for slots.
     """
 
     transfer_no: int
@@ -30,17 +42,7 @@ class OpenRequested:
     rank: int = 0
     group: str = ""
     in_place: bool = False
-
-
-@attrs.frozen
-class StageRequested:
-    """An engine has the keys of its next batch. `stage` numbers the transfer's batches, growing."""
-
-    transfer_no: int
-    stage: int
-    keys: tuple[bytes, ...]
-    is_last: bool
-    last_chunk_bytes: int
+    first: StageRequested | None = None
 
 
 @attrs.frozen

@@ -67,8 +67,6 @@ class Opening(Peers):
         )
         if is_new:
             self._say_hello(peer, now)
-        elif peer.state is PeerState.UP:
-            self._send_open(transfer, now)
 
     def _add_share(self, transfer: Transfer, event: ev.OpenRequested) -> None:
         share = Share(event.transfer_no, event.engine, event.rank, transfer, event.in_place)
@@ -103,10 +101,20 @@ class Opening(Peers):
             if transfer.is_live:
                 self._send_open(transfer, now)
 
+    def _ask_for_room(self, number: int, now: float) -> None:
+        """A transfer was opened by this number: ask for its room, unless that is done, or can only be done later."""
+        share = self._shares.get(number)
+        if share is None:
+            return
+        transfer = share.transfer
+        if transfer.is_live and not transfer.open_sent and transfer.peer.state is PeerState.UP:
+            self._send_open(transfer, now)
+
     def _send_open(self, transfer: Transfer, now: float) -> None:
-        """Ask for room for all of it; and, where keys are known already, for the batches."""
+        """Ask for room for all of it; where keys are known already, together with the batches."""
         transfer.open_sent = True
-        self._send_alloc(transfer, None, now)
+        if not transfer.batches:
+            self._send_alloc(transfer, None, now)
         for batch in transfer.batches.values():
             self._send_alloc(transfer, batch, now)
 

@@ -80,7 +80,42 @@ def test_a_transfer_to_an_unknown_receiver_connects_first() -> None:
     assert world.open(3, 1) == []
     actions = world.feed(ev.EndpointOpened("decode-0", 1))
     asked = [(m.transfer_no, m.open, m.keys) for m in sent_all(actions, AllocRequest)]
-    assert asked == [(1, True, ()), (1, True, keys(1)), (2, True, ()), (3, True, ())]
+    assert asked == [(1, True, keys(1)), (2, True, ()), (3, True, ())]
+
+
+def test_a_first_batch_that_is_known_at_the_opening_needs_no_message_of_its_own() -> None:
+    """One message asks for room and for slots: its answer is admission and placing at once."""
+    world = SenderWorld()
+    p = world.connect()
+    (ask,) = sent_all(world.open(1, 2, first=keys(1)), AllocRequest)
+    assert (ask.open, ask.keys, ask.total_chunks, ask.is_last_batch) == (True, keys(1), 2, False)
+    (grant,) = grants(p.answer(ask, [7]))
+    assert grant.entries == (ev.StagedSlot(0, 7, CHUNK),)
+    assert world.core.next_deadline() is not None
+    (batch,) = sent_all(world.stage(1, 1, keys(2), last=True), AllocRequest)
+    assert (batch.open, batch.first_chunk) == (False, 1)
+
+
+def test_a_first_batch_that_no_correct_engine_asks_for_ends_the_transfer_before_anybody_hears_of_it() -> None:
+    """It was opened all the same: its end is an end like any other, and the receiver need not know."""
+    world = SenderWorld()
+    world.connect()
+    actions = world.open(1, 1, first=keys(1, 2))
+    assert sent_all(actions, AllocRequest) == []
+    assert finished(actions) == {1: ErrorCode.OVERFLOW}
+    assert sent_all(world.drained(1), CancelNotif) == []
+    world.let_go(1)
+    assert world.core.is_clean
+
+
+def test_a_first_batch_of_a_refused_opening_asks_for_nothing() -> None:
+    """There is no transfer that it could be a batch of."""
+    world = SenderWorld()
+    world.connect()
+    actions = world.open(1, 0, first=keys(1))
+    assert sent_all(actions, AllocRequest) == []
+    assert finished(actions) == {1: ErrorCode.LEGACY_SENDER}
+    assert world.core.is_clean
 
 
 def test_a_transfer_that_was_cancelled_while_connecting_asks_for_nothing() -> None:

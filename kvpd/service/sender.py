@@ -5,8 +5,9 @@
             async with transfer.stage([b"key-0", b"key-1"], last=True) as slots:
                 async for slot in slots: ...
 
-One nursery: a task that keeps time, one per request (requests.py), one per channel (channels.py), one per endpoint
-while it is being made. Where a thing is decided is kvpd.core.sender's business, never this module's.
+One nursery: a task that keeps time, one at the end of a turn (turns.py), one per piece on its way (requests.py), one
+per channel (channels.py), one per endpoint while it is being made. Where a thing is decided is kvpd.core.sender's
+business, never this module's.
 """
 
 from __future__ import annotations
@@ -183,8 +184,7 @@ class Sender(Lifetime[ev.SenderEvent]):
             case ev.FinishTransfer(number, error):
                 self._finish(number, error)
             case ev.CancelTransfer(number, put_deadline_s):
-                if number in self._requests:  # otherwise the sender itself is being cancelled, its tasks first
-                    self._requests[number].cancel(put_deadline_s)
+                self._requests[number].cancel(put_deadline_s)
             case ev.NotifyProxy(proxy, ProxyNotif() as notif) if not self._is_acknowledged:
                 self._proxies.send(proxy, encode_push(notif))
             case ev.NotifyProxy(proxy, notif):
@@ -209,7 +209,7 @@ class Sender(Lifetime[ev.SenderEvent]):
         """Put a piece through the endpoint that its own session opened, never one looked up by address."""
         way, rank, buffer = self._ways.get(action.endpoint), action.rank, self.buffer
         try:
-            if way is None or action.transfer_no not in self._requests:
+            if way is None:
                 raise TransportError("the endpoint is closed")
             there = way.rank_offsets[rank]
             batch = way.endpoint.post(
@@ -225,9 +225,8 @@ class Sender(Lifetime[ev.SenderEvent]):
             self._requests[action.transfer_no].post(action.piece, way.endpoint, batch, chunks, action.verify)
 
     def _finish(self, number: int, error: TransferError | None) -> None:
-        request = self._requests.get(number)
-        if request is not None and error is None:
-            request.finish()
+        if error is None:
+            del self._requests[number]
         sink = self._sinks.pop(number, None)
         if sink is not None:
             sink.ended(error)
@@ -254,12 +253,6 @@ class Sender(Lifetime[ev.SenderEvent]):
         if isinstance(message, ProxyAck):
             self.metrics.notified("acknowledged")
             self.feed(ev.ProxyAcknowledged(proxy, message.sender_incarnation, message.message_id))
-
-    async def _run_request(self, request: Request) -> None:
-        try:
-            await request.run()
-        finally:
-            del self._requests[request.number]
 
     # -------------------------------------------------------------- engines
 
@@ -309,8 +302,7 @@ class Sender(Lifetime[ev.SenderEvent]):
         notify_address = _peer_address("notify", notify) if notify is not None else None
         number = next(self._transfer_numbers)
         self._sinks[number] = sink
-        request = self._requests[number] = Request(number, self.feed, self.core.settings.staging_slots)
-        self._nursery.start_soon(self._run_request, request)
+        self._requests[number] = Request(number, self._nursery, self.feed, self._requests.__delitem__)
         self.feed(
             ev.OpenRequested(
                 number,
@@ -326,7 +318,7 @@ class Sender(Lifetime[ev.SenderEvent]):
             )
         )
         if number not in self._sinks:  # refused at once: there will be no puts to wait for
-            request.finish()
+            self._requests.pop(number, None)
         return number
 
     def _check_running(self) -> None:

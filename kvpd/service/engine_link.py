@@ -7,7 +7,6 @@ may still touch is given back only when its process is dead, which a closed sock
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 import stat
@@ -262,10 +261,13 @@ class EngineServer:
         attach_by = trio.current_time() + _ATTACH_TIMEOUT_S
         try:
             while True:
-                with trio.CancelScope(deadline=attach_by if connection.engine is None else math.inf) as waiting:
+                if connection.engine is None:
+                    with trio.move_on_at(attach_by) as waiting:
+                        data = await stream.receive_some(_READ_BYTES)
+                    if waiting.cancelled_caught:
+                        raise RemoteProtocolError(f"no Attach within {_ATTACH_TIMEOUT_S:g} s")
+                else:
                     data = await stream.receive_some(_READ_BYTES)
-                if waiting.cancelled_caught:
-                    raise RemoteProtocolError(f"no Attach within {_ATTACH_TIMEOUT_S:g} s")
                 if not data:
                     break
                 for frame in reader.feed(data):

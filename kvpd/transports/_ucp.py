@@ -15,7 +15,7 @@ import functools
 import importlib
 import os
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvpd.errors import ConfigError, TransportError
 
@@ -130,6 +130,7 @@ class Library:
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)  # found at once from then on: some are called for every put
         numbers = [_u32() for _ in range(3)]
         library.ucp_get_version(*map(ctypes.byref, numbers))
         self.version = tuple(number.value for number in numbers)
@@ -137,8 +138,9 @@ class Library:
         if "UCX_LOG_LEVEL" not in os.environ:
             library.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._library, name)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def status_text(self, status: int) -> str:
         """What UCX calls `status`, and its number."""

@@ -131,7 +131,7 @@ class _ProgressLoop:
                 self._after_progress()
                 # No await from here to parking: a kick either shows in the flag or finds the task parked.
                 if more or self._kicked or not self.worker.arm():
-                    await trio.lowlevel.checkpoint()
+                    await trio.lowlevel.cancel_shielded_checkpoint()  # shielded anyway, and this one says so for less
                 else:
                     await self._park()
 

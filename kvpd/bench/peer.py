@@ -32,6 +32,7 @@ from kvpd.core.messages import (
     encode,
 )
 from kvpd.errors import ErrorCode
+from kvpd.service.turns import together
 from kvpd.transports.zmq import ZmqClient, ZmqLimits, open_zmq_control
 
 _ANSWER_S: Final = 60.0  # for any answer that does not wait for admission
@@ -76,6 +77,7 @@ class Peer:
         self._next_no = 0
         self._live: dict[int, None] = {}  # transfers, the oldest first
         self._heartbeats: set[int] = set()  # message ids, unanswered
+        self._outgoing: list[bytes] = []  # leaves together, as a sender's messages of one turn do
         self._queue: deque[int] = deque()  # transfers that wait; before them, the one that holds the slot
 
     # -------------------------------------------------------------- the session
@@ -110,7 +112,10 @@ class Peer:
         return self._message_id
 
     async def _answers(self) -> list[AnyMessage]:
-        """What has come since, at least one message, but for the answers to heartbeats."""
+        """Send what there is to send, then: what has come since, one message at least, but for answers to heartbeats."""
+        outgoing, self._outgoing = self._outgoing, []
+        for messages in together(outgoing):
+            self._client.send_nowait(*messages)
         answers: list[AnyMessage] = []
         with trio.fail_after(_ANSWER_S):
             while not answers:
@@ -150,7 +155,7 @@ class Peer:
             first_chunk=0,
             last_chunk_bytes=self._chunk_bytes,
         )
-        self._client.send_nowait(encode(message))
+        self._outgoing.append(encode(message))
         return message
 
     def _cancel(self, number: int) -> int:
@@ -158,7 +163,7 @@ class Peer:
         message = CancelNotif(
             *(self._incarnation, self._receiver, self._id(), number, (), ErrorCode.CANCELLED), drained=True
         )
-        self._client.send_nowait(encode(message))
+        self._outgoing.append(encode(message))
         del self._live[number]
         return message.message_id
 

@@ -6,6 +6,7 @@ One driver for both, over the receivers' real control ports, in turns.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -77,28 +78,32 @@ def measure_allocations(system: str, environment: Environment, sizes: Sizes) -> 
 
 def _allocate(peer: Peer, first: int, count: int, outstanding: int) -> list[float]:
     """Seconds from each request's being sent to as many answers' being here; exact where one is outstanding."""
+    numbers = iter(range(first, first + count))
     sent: deque[float] = deque()
     trips = []
-    for number in range(first, first + count):
-        if len(sent) == outstanding:
-            _expect(peer, "granted")
-            trips.append(time.perf_counter() - sent.popleft())
-        sent.append(time.perf_counter())
-        peer.open(number, KEYS)
+
+    def ask(at_most: int) -> None:
+        some = list(itertools.islice(numbers, at_most))
+        sent.extend([time.perf_counter()] * len(some))
+        peer.open(*some, chunks=KEYS)
+
+    ask(outstanding)
     while sent:
-        _expect(peer, "granted")
-        trips.append(time.perf_counter() - sent.popleft())
+        answers = peer.receive_together()
+        for answer in answers:
+            _expect("granted", answer)
+            trips.append(time.perf_counter() - sent.popleft())
+        ask(len(answers))
     return trips
 
 
 def _cancel_all(peer: Peer, first: int, count: int) -> None:
     for number in range(first, first + count):
         peer.cancel(number)
-        _expect(peer, "cancelled")
+        _expect("cancelled", peer.receive())
 
 
-def _expect(peer: Peer, kind: str) -> None:
-    answer = peer.receive()
+def _expect(kind: str, answer: str) -> None:
     if answer != kind:
         raise WireFailed(f"{answer} instead of {kind}")
 
@@ -132,7 +137,7 @@ class _WakeUps:
             poller.register(peer.socket, zmq.POLLIN)
         holder = self.peers[0]
         self._ask(holder)
-        _expect(holder, "granted")
+        _expect("granted", holder.receive())
         for peer in self.peers[1:]:
             self._ask(peer)
         clock = Clock()
@@ -150,7 +155,7 @@ class _WakeUps:
 
     def _ask(self, peer: Peer) -> None:
         self._requests[peer] = self._requests.get(peer, 0) + 1
-        peer.open(self._requests[peer], _WAITER_CHUNKS)
+        peer.open(self._requests[peer], chunks=_WAITER_CHUNKS)
 
     def _next_granted(self, poller: zmq.Poller, by_socket: dict[Any, Peer], cancelling: Peer) -> tuple[Peer, float]:
         """Whoever is granted next, and when. The one that cancelled hears of it too, before or after."""
@@ -161,12 +166,12 @@ class _WakeUps:
             if not events:
                 raise WireFailed("nobody is woken")
             for one, _ in events:
-                kind = by_socket[one].receive_one()
-                if kind == "granted":
-                    granted = by_socket[one], time.perf_counter()
-                elif kind == "cancelled":
-                    assert by_socket[one] is cancelling
-                    heard = True
+                for kind in by_socket[one].receive_together():
+                    if kind == "granted":
+                        granted = by_socket[one], time.perf_counter()
+                    else:
+                        assert by_socket[one] is cancelling
+                        heard = True
         return granted
 
 
@@ -176,10 +181,10 @@ class _WakeUps:
 def measure_waiting(system: str, environment: Environment, sizes: Sizes, waiters: int) -> Figures:
     """CPU that a receiver burns, as a share of a core, while so many requests wait and nothing happens."""
     with _open_peer(system, environment, _WAITER_CHUNKS) as (receiver, peer):
-        peer.open(1, _WAITER_CHUNKS)
-        _expect(peer, "granted")
+        peer.open(1, chunks=_WAITER_CHUNKS)
+        _expect("granted", peer.receive())
         for number in range(2, waiters + 2):
-            peer.open(number, _WAITER_CHUNKS)
+            peer.open(number, chunks=_WAITER_CHUNKS)
         time.sleep(_SETTLE_S)
         peer.keep_alive()
         cpu_s = receiver.process.cpu_s()

@@ -142,9 +142,9 @@ def _play_starvation(system: str, environment: Environment, sizes: Sizes) -> Out
 
 def _starve(peers: Sequence[Peer], small_requests: int) -> Outcome:
     large, *small = peers
-    small[0].open(1, 4)
+    small[0].open(1, chunks=4)
     small[0].receive()
-    large.open(1, 10)
+    large.open(1, chunks=10)
     time.sleep(_SETTLE_S)
     clock = Clock()
     overtook = 0
@@ -152,7 +152,7 @@ def _starve(peers: Sequence[Peer], small_requests: int) -> Outcome:
     for number in range(1, small_requests + 1):
         clock.keep(list(peers))
         now, following = small[(number + 1) % 2], small[number % 2]
-        following.open(number + 1, 4)
+        following.open(number + 1, chunks=4)
         overtook += _is_granted(following)
         now.cancel(number)
         now.receive()
@@ -165,7 +165,7 @@ def _starve(peers: Sequence[Peer], small_requests: int) -> Outcome:
 def _is_granted(peer: Peer) -> bool:
     """Whether its request was granted by now, or in a moment."""
     while peer.socket.poll(_GRANT_MS):
-        if kind := peer.receive_one():
+        for kind in peer.receive_together():
             return kind == "granted"
     return False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import itertools
 import time
+from collections import deque
 from types import TracebackType
 from typing import Final, Self
 
@@ -31,6 +32,7 @@ from kvpd.core.messages import (
     encode,
 )
 from kvpd.errors import ErrorCode
+from kvpd.service.turns import together
 
 _ANSWER_MS: Final = 20_000
 _numbers = itertools.count(1)  # peers and keys of one run never share one
@@ -65,6 +67,7 @@ class Peer(abc.ABC):
         self.socket.setsockopt(zmq.RCVTIMEO, _ANSWER_MS)
         self.socket.connect(f"tcp://{terms.address}")
         self._keys: dict[int, tuple[int, int]] = {}  # of each request: the first key and how many
+        self._heard: deque[str] = deque()  # came together with what was received last
 
     def __enter__(self) -> Self:
         return self
@@ -74,15 +77,18 @@ class Peer(abc.ABC):
     ) -> None:
         self.socket.close()
 
-    def open(self, request: int, chunks: int) -> None:
-        """Ask for room for a request and place all of it; numbers of one peer grow."""
-        first = next(_numbers) << 20
-        self._keys[request] = (first, chunks)
-        self._open(request, first, chunks)
+    def open(self, *requests: int, chunks: int) -> None:
+        """Ask for room for each request and place all of it; numbers of one peer grow."""
+        for request in requests:
+            first = next(_numbers) << 20
+            self._keys[request] = (first, chunks)
+            self._open(request, first, chunks)
+        self._flush()
 
     def cancel(self, request: int) -> None:
         """Give a request up, and all of its room back."""
         self._cancel(request, *self._keys.pop(request))
+        self._flush()
 
     def receive(self) -> str:
         """What comes next: `granted` or `cancelled`.
@@ -90,16 +96,17 @@ class Peer(abc.ABC):
         Raises:
             WireFailed: a refusal, or nothing in time.
         """
-        while True:
-            if kind := self.receive_one():
-                return kind
+        while not self._heard:
+            self._heard.extend(self.receive_together())
+        return self._heard.popleft()
 
-    def receive_one(self) -> str:
-        """Like `receive`, but empty where the next message is of no interest."""
+    def receive_together(self) -> list[str]:
+        """What has come together, whatever of it is of interest: `granted` and `cancelled`, in order."""
         try:
-            return self._understand(self.socket.recv_multipart()[-1])
+            frames = self.socket.recv_multipart()
         except zmq.Again:
             raise WireFailed(f"no answer within {_ANSWER_MS / 1000:g} s") from None
+        return [kind for frame in self._messages(frames) if (kind := self._understand(frame))]
 
     @abc.abstractmethod
     def keep_alive(self) -> None:
@@ -110,6 +117,14 @@ class Peer(abc.ABC):
 
     @abc.abstractmethod
     def _cancel(self, request: int, first_key: int, chunks: int) -> None: ...
+
+    @abc.abstractmethod
+    def _flush(self) -> None:
+        """Send what was said since."""
+
+    @abc.abstractmethod
+    def _messages(self, frames: list[bytes]) -> list[bytes]:
+        """What a ZMQ message of such frames holds."""
 
     @abc.abstractmethod
     def _understand(self, frame: bytes) -> str:
@@ -123,17 +138,26 @@ class KvpdPeer(Peer):
         super().__init__(context, terms)
         self._messages = itertools.count(1)
         self._cancels: set[int] = set()  # messages that were not acknowledged yet
+        self._said: list[bytes] = []  # leaves together, as what kvpd's sender has to say in a turn of its loop
         name = f"bench-{self.number}"
         self._receiver = 0
         hello = Hello(self.number, 0, 0, PROTOCOL_VERSION, name, terms.chunk_bytes, "", 0, _elsewhere())
-        self._send(hello)
+        self.socket.send(encode(hello))
         welcome = decode(self.socket.recv())
         if not isinstance(welcome, Welcome):
             raise WireFailed(f"kvpd answers a Hello with {welcome}")
         self._receiver = welcome.receiver_incarnation
 
     def _send(self, message: Message) -> None:
-        self.socket.send(encode(message))
+        self._said.append(encode(message))
+
+    def _flush(self) -> None:
+        said, self._said = self._said, []
+        for messages in together(said):
+            self.socket.send_multipart(messages)
+
+    def _messages(self, frames: list[bytes]) -> list[bytes]:
+        return frames
 
     def _open(self, request: int, first_key: int, chunks: int) -> None:
         keys = tuple((first_key + number).to_bytes(8, "little") for number in range(chunks))
@@ -161,6 +185,7 @@ class KvpdPeer(Peer):
     def keep_alive(self) -> None:
         oldest = min(self._keys, default=0)
         self._send(Heartbeat(self.number, self._receiver, 0, oldest))
+        self._flush()
 
 
 class _LmMessage(msgspec.Struct, tag=True):
@@ -202,6 +227,12 @@ class LmcachePeer(Peer):
 
     def _send(self, message: _LmMessage) -> None:
         self.socket.send_multipart([b"", _lm_encoder.encode(message)])
+
+    def _flush(self) -> None:
+        """Each of its messages has left by itself."""
+
+    def _messages(self, frames: list[bytes]) -> list[bytes]:
+        return frames[-1:]
 
     def keep_alive(self) -> None:
         """Nobody asks."""

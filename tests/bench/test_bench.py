@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from e2e.daemons import in_background
-from transports.ucx_modes import why_not_ucx_py
+from transports.marks import needs_ucx_py
 
 from kvpd.bench.command import SUBCOMMANDS
 from kvpd.bench.decode import AttachDecode, DecodeEngine
@@ -25,15 +25,15 @@ from kvpd.bench.payload import Load, Mode, Payload, put_stamps
 from kvpd.bench.prefill import AttachPrefill, PrefillEngine
 from kvpd.client import connect_sender
 
+KVPD = Path(sys.executable).with_name("kvpd")
 DEADLINE_S = 110.0
 QUICK_S = 300.0  # it takes half a minute on a machine that does nothing else
 CHUNK_BYTES = 4096
-needs_ucx_py = pytest.mark.skipif(bool(why_not_ucx_py()), reason=why_not_ucx_py())
 MODES: tuple[Mode, ...] = ("check", "copy", "in_place")
 
 
 def command(*arguments: str | Path) -> list[str | Path]:
-    return [sys.executable, "-m", "kvpd", "bench", *arguments]
+    return [KVPD, "bench", *arguments]
 
 
 @pytest.fixture

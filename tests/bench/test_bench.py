@@ -21,6 +21,7 @@ from kvpd.bench.command import SUBCOMMANDS
 from kvpd.bench.decode import AttachDecode, DecodeEngine
 from kvpd.bench.failure import BenchmarkFailed
 from kvpd.bench.fleet import Daemon, Fleet
+from kvpd.bench.pair import Pair
 from kvpd.bench.payload import Load, Mode, Payload, put_stamps
 from kvpd.bench.prefill import AttachPrefill, PrefillEngine
 from kvpd.client import connect_sender
@@ -109,13 +110,17 @@ def test_what_cannot_be_done_is_refused_before_anything_is_started(arguments: tu
     assert reason in done.stderr
 
 
+def path_without_ucx_py(folder: Path) -> str:
+    """A PYTHONPATH on which ucx-py cannot be imported, whether or not it is installed."""
+    (folder / "ucp.py").write_text("raise ModuleNotFoundError('not here')\n")
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 def test_without_ucx_py_the_benchmark_says_where_to_get_it(tmp_path: Path) -> None:
     """Before a daemon is started, and in the words of a daemon that is told to use it."""
-    (tmp_path / "ucp.py").write_text("raise ModuleNotFoundError('not here')\n")
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         command("transfer", "--quick", "--bindings", "ucx,ucx-py"),
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path_without_ucx_py(tmp_path)},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -123,6 +128,15 @@ def test_without_ucx_py_the_benchmark_says_where_to_get_it(tmp_path: Path) -> No
     assert done.returncode == 2
     for part in ("--bindings", "not here", "kvpd[ucx-py]", "conda"):
         assert part in done.stderr
+
+
+def test_the_daemons_of_a_row_go_through_its_binding(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else both rows would show the same binding, and the second table would compare it with itself."""
+    monkeypatch.setenv("PYTHONPATH", path_without_ucx_py(tmp_path))
+    with pytest.raises(BenchmarkFailed, match=r"transport = 'ucx-py': it cannot be imported: not here"):
+        Pair(fleet, chunk_bytes=CHUNK_BYTES, slots=4, staging_slots=4, binding="ucx-py")
 
 
 @needs_ucx_py

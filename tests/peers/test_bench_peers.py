@@ -105,15 +105,21 @@ def test_results_are_bad_when_anything_is() -> None:
     results = Results(sizes, {"date": "today"}, raw=[ONE], jobs=[attrs.evolve(ONE, system=KVPD_IN_PLACE)])
     results.add_control("alloc", "kvpd", {"rate_per_s": 10.0})
     results.add_control("alloc", "LMCache", {"rate_per_s": 5.0})
-    results.scenarios.append(("s", "q", {"kvpd": Outcome(True, "fine"), "LMCache": Outcome(False, "stuck")}))
+    results.add_control("wait 10000", "kvpd", {"cpu_share": 0.0001})
+    results.add_control("wait 10000", "LMCache", {"cpu_share": 0.5})
+    story = attrs.evolve(STORIES[0], name="s", question="q")
+    results.scenarios.append((story, {"kvpd": Outcome(True, "fine"), "LMCache": Outcome(False, "stuck")}))
     assert results.is_good
     text = "\n".join(table.markdown() for table in results.tables())
     assert "| allocations a second, 8 outstanding | 10 /s | 5 /s | 2 |" in text
+    assert "| CPU of a core while 10,000 wait | 0.01 % | 50.00 % | < 0.001 |" in text
     assert "| kvpd, no engine copies | cma | source 0.24, sink 0.24 |" in text
-    assert "| s: q | fine | **stuck** |" in text
+    assert "| 1 | s: q | fine | **stuck** |" in text
+    assert "Rounds: 1 of 2 MiB, medians shown; requests of 4 chunks, 2 under way." in text
+    assert [scenario["fault"] for scenario in results.as_json()["scenarios"]] == [1]
     assert not attrs.evolve(results, left_out={"x": "y"}).is_good
     assert not attrs.evolve(results, jobs=[attrs.evolve(ONE, verified=False)]).is_good
-    assert not attrs.evolve(results, scenarios=[("s", "q", {"kvpd": Outcome(False, "stuck")})]).is_good
+    assert not attrs.evolve(results, scenarios=[(story, {"kvpd": Outcome(False, "stuck")})]).is_good
 
 
 def test_the_command_line_can_be_read_without_anything_installed() -> None:

@@ -6,6 +6,7 @@ environment, and `scripts/bench-peers --quick` tries those.
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from peers_app.figures import Pass, Table, goodput_table, median_of, percentile
 from peers_app.jobs import JOB_SYSTEMS, KVPD, KVPD_IN_PLACE, measure_job
 from peers_app.memory import Buffer, check_stamp, is_equal_between_stamps, pattern, stamp
 from peers_app.raw import SYSTEMS, Environment, System, in_turns, measure_raw, open_pair
+from peers_app.receivers import free_ports
 from peers_app.results import Results
 from peers_app.scenarios import STORIES, Outcome
 from peers_app.sizes import FULL, KIB, MIB, QUICK, Sizes, size_text
@@ -221,6 +223,15 @@ def test_kvpd_comes_through_every_story(story: object) -> None:
     assert hasattr(story, "play")
     outcome = story.play("kvpd", OURS, TINY)
     assert outcome.ok, outcome.text
+
+
+def test_ports_for_lmcache_are_not_those_of_passing_connections() -> None:
+    """It binds them seconds after they were chosen, and is silent where one is taken."""
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    assert max(ports) < 32_768
+    with socket.create_server(("127.0.0.1", ports[0])):
+        assert ports[0] not in free_ports(5)
 
 
 def test_lmcache_is_spoken_to_in_its_own_words() -> None:

@@ -39,7 +39,7 @@ def size(name: str, default: str, help_text: str) -> click.Option:
     return click.Option([name], default=default, show_default=True, metavar="SIZE", callback=parse, help=help_text)
 
 
-def words(name: str, choices: tuple[str, ...], help_text: str) -> click.Option:
+def words(name: str, choices: tuple[str, ...], help_text: str, *, default: str | None = None) -> click.Option:
     """An option of words, by default all that there are: a tuple of str."""
 
     def word(text: str) -> str:
@@ -48,7 +48,7 @@ def words(name: str, choices: tuple[str, ...], help_text: str) -> click.Option:
         return text
 
     everything = ",".join(choices)
-    return _list_option(name, everything, help_text, everything, word)
+    return _list_option(name, default or everything, help_text, everything, word)
 
 
 def size_text(nbytes: int) -> str:

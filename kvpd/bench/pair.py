@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final
 
 import attrs
 
@@ -14,11 +14,7 @@ from kvpd.bench.failure import BenchmarkFailed
 from kvpd.bench.fleet import Fleet
 from kvpd.bench.payload import Load, Mode
 from kvpd.bench.prefill import AttachPrefill, Sent
-
-Transport = Literal["cma", "tcp", "local"]
-TRANSPORTS: Final[tuple[Transport, ...]] = ("cma", "tcp", "local")
-# On one host UCX takes CMA where it may.
-UCX_TLS: Final[Mapping[Transport, str]] = {"cma": "", "tcp": "tcp", "local": ""}
+from kvpd.bench.wires import UCX_TLS, Binding, Transport
 
 _REQUESTS_MAX: Final = 4000  # seconds, where requests are small
 
@@ -57,14 +53,15 @@ class Pair:
         slots: int,
         staging_slots: int,
         transport: Transport = "cma",
+        binding: Binding = "ucx",
         watched: bool = False,
     ) -> None:
-        """Start them; the fleet ends them.
+        """Start them; the fleet ends them. `binding` does not matter to the transport "local".
 
         Raises:
             BenchmarkFailed: one does not come up.
         """
-        way = {"ucx_tls": UCX_TLS[transport], "transport": "local" if transport == "local" else "ucx"}
+        way = {"ucx_tls": UCX_TLS[transport], "transport": "local" if transport == "local" else binding}
         self._chunk_bytes = chunk_bytes
         # The engines first: they come up while the daemons are waited for.
         self._prefill = fleet.worker("kvpd.bench.prefill")

@@ -11,11 +11,12 @@ import click
 
 from kvpd.bench.arguments import counts, size_text, sizes, words
 from kvpd.bench.loopwatch import Turns
-from kvpd.bench.pair import TRANSPORTS, Pair, Transport, requests_of
+from kvpd.bench.pair import Pair, requests_of
 from kvpd.bench.plots import Plot
 from kvpd.bench.rounds import Measured
 from kvpd.bench.suite import Bench, Subcommand
 from kvpd.bench.tables import Table
+from kvpd.bench.wires import TRANSPORTS, Transport
 
 _BATCH: Final = 4
 

@@ -1,4 +1,4 @@
-"""A worker: it writes into a target's memory by bare UCX puts, through kvpd's own data plane and with no daemon.
+"""A worker: it writes into a target's memory by bare UCX puts, through kvpd's data plane and with no daemon.
 
 It is the same kind of memory as a sender's staging buffer: a sealed memfd, faulted in.
 """
@@ -12,10 +12,11 @@ import attrs
 import trio
 
 from kvpd.bench.payload import Payload, put_stamps, stamp
+from kvpd.bench.wires import Binding, version_of
 from kvpd.bench.workers import serve_async
 from kvpd.service.buffer import Buffer
+from kvpd.service.defaults import data_plane_factory
 from kvpd.transports.base import Endpoint, Put, PutBatch, RemoteRegion
-from kvpd.transports.ucx import open_ucx_data_plane
 
 
 @attrs.frozen(kw_only=True)
@@ -24,8 +25,17 @@ class OpenSource:
 
     chunk_bytes: int
     slots: int
+    binding: Binding
     tls: str
     region: RemoteRegion
+
+
+@attrs.frozen(kw_only=True)
+class Opened:
+    """What it goes over, as UCX calls it, and the versions of what was loaded for it."""
+
+    carried_by: tuple[str, ...]
+    versions: str
 
 
 @attrs.frozen(kw_only=True)
@@ -50,20 +60,22 @@ class _Source:
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
 
-    async def open(self, wanted: OpenSource) -> list[str]:
-        """Connect, until the worker ends: what carries the bytes, as UCX calls it."""
-        transports: list[str] = await self._nursery.start(self._connect, wanted)
-        return transports
+    async def open(self, wanted: OpenSource) -> Opened:
+        """Connect, until the worker ends."""
+        opened: Opened = await self._nursery.start(self._connect, wanted)
+        return opened
 
-    async def _connect(self, wanted: OpenSource, *, task_status: trio.TaskStatus[list[str]]) -> None:
+    async def _connect(self, wanted: OpenSource, *, task_status: trio.TaskStatus[Opened]) -> None:
         self._payload = Payload(wanted.chunk_bytes)
+        open_plane = data_plane_factory(wanted.binding, "auto", wanted.tls)
         with Buffer("bench", wanted.slots, wanted.chunk_bytes, engines_may_write=True) as self._buffer:
             await self._buffer.fault_in(lambda _: None)
             for index in range(wanted.slots):
                 self._buffer.slot(index, wanted.chunk_bytes)[:] = self._payload.chunk(0, index)
-            async with open_ucx_data_plane(self._buffer.memory, tls=wanted.tls) as plane:
+            async with open_plane(self._buffer.memory, None) as plane:
                 self._endpoint: Endpoint = await plane.connect(wanted.region, _broken)
-                task_status.started(sorted(self._endpoint.transports))
+                carried_by = tuple(sorted(self._endpoint.transports))
+                task_status.started(Opened(carried_by=carried_by, versions=version_of(wanted.binding)))
                 await trio.sleep_forever()
 
     async def put(self, wanted: PutAll) -> float:

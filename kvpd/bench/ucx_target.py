@@ -9,10 +9,11 @@ import attrs
 import trio
 
 from kvpd.bench.payload import Payload, has_stamps, stamp
+from kvpd.bench.wires import Binding
 from kvpd.bench.workers import serve_async
 from kvpd.service.buffer import Buffer
+from kvpd.service.defaults import data_plane_factory
 from kvpd.transports.base import RemoteRegion
-from kvpd.transports.ucx import open_ucx_data_plane
 
 
 @attrs.frozen(kw_only=True)
@@ -21,6 +22,7 @@ class OpenTarget:
 
     chunk_bytes: int
     slots: int
+    binding: Binding
     tls: str
 
 
@@ -52,9 +54,10 @@ class _Target:
 
     async def _offer(self, wanted: OpenTarget, *, task_status: trio.TaskStatus[RemoteRegion]) -> None:
         self._payload = Payload(wanted.chunk_bytes)
+        open_plane = data_plane_factory(wanted.binding, "auto", wanted.tls)
         with Buffer("bench", wanted.slots, wanted.chunk_bytes, engines_may_write=False) as self._buffer:
             await self._buffer.fault_in(lambda _: None)
-            async with open_ucx_data_plane(self._buffer.memory, tls=wanted.tls) as plane:
+            async with open_plane(self._buffer.memory, None) as plane:
                 target = await plane.open_target()
                 task_status.started(
                     RemoteRegion(target.worker_address, target.base_address, target.length, target.rkey)

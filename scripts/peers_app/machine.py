@@ -30,7 +30,9 @@ def describe(peers_python: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "shmem_huge_pages": _first_line(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        "load": ", ".join(f"{value:.2f}" for value in os.getloadavg()),
+        "anonymous_huge_pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "shmem_huge_pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
         "kvpd": VERSION,
         "ucx": ucx_version(),
         **json.loads(versions),
@@ -44,5 +46,6 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _first_line(path: Path) -> str:
-    return path.read_text().strip() if path.exists() else "unknown"
+def _chosen(path: Path) -> str:
+    """The word in brackets: what is in force."""
+    return path.read_text().partition("[")[2].partition("]")[0] if path.exists() else "unknown"

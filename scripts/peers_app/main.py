@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as ScreenTable
 
+from kvpd.errors import KvpdError
 from peers_app.arguments import PARTS, make_parser
 from peers_app.children import ChildFailed
 from peers_app.control import Figures, measure_allocations, measure_waiting, measure_wake_ups
@@ -33,6 +34,7 @@ from peers_app.wire import WireFailed
 
 PYTHON_VARIABLE: Final = "BENCH_PEERS_PYTHON"
 NATIVE_VARIABLE: Final = "BENCH_PEERS_NATIVE"
+_WIDTH: Final = 140
 
 
 class Conductor:
@@ -62,7 +64,7 @@ class Conductor:
         """Note why something cannot be done, and go on."""
         try:
             yield
-        except (ChildFailed, WireFailed) as exc:
+        except (ChildFailed, WireFailed, KvpdError) as exc:
             self._results.left_out[name] = str(exc)[-300:].replace("\n", " ")
             self._progress.console.print(f"{name} is left out: {exc}", style="red", highlight=False, markup=False)
 
@@ -117,7 +119,7 @@ class Conductor:
                 with self._noting_failure(name):
                     told[system] = story.play(system, self._environment, results.sizes)
                 self._progress.advance(task)
-            results.scenarios.append((story.name, story.question, told))
+            results.scenarios.append((story, told))
         self._progress.update(task, description="scenarios")
 
 
@@ -136,6 +138,8 @@ def main() -> int:
         for _ in Conductor(environment, results, progress).run(arguments.only or PARTS):
             _keep(results, arguments.markdown, arguments.json)
     console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH  # in a file nothing says how wide
     for table in results.tables():
         _print(console, table)
     return 0 if results.is_good else 1

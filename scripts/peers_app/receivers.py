@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ import attrs
 from peers_app.children import Child
 from peers_app.daemons import Daemon
 from peers_app.raw import Environment
-from peers_app.wire import Terms
+from peers_app.wire import Terms, WireFailed
 
 CHUNK_BYTES: Final = 4096
 SYSTEMS: Final = ("kvpd", "LMCache")
 START_S: Final = 120.0  # LMCache imports torch and transformers
+_UNASSIGNED_PORTS: Final = range(20_000, 32_768)  # below what Linux assigns, unless it is told otherwise
 # Nobody is refused for waiting long, or behind many: LMCache's default is to wait for ever.
 _PATIENT: Final = {"allocation_timeout_s": 3600, "queue_depth_max": 100_000, "progress_timeout_s": 3600}
 
@@ -40,10 +42,20 @@ class Receiver:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses just now; LMCache cannot be asked to choose its own."""
+    """Ports that nobody uses just now; LMCache cannot be asked to choose its own.
+
+    It takes them seconds later, so they are none of those that Linux gives to whoever does not care: anybody's
+    connection might have one by then, and LMCache would serve nobody and not say so.
+    """
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
+        for port in random.sample(_UNASSIGNED_PORTS, len(_UNASSIGNED_PORTS)):
+            if len(ports) == count:
+                break
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
+    return ports
 
 
 @contextlib.contextmanager
@@ -62,7 +74,10 @@ def open_receiver(system: str, environment: Environment, chunks: int) -> Iterato
             said = child.answer(START_S)
             shape = tuple(said["shape"])
             terms = Terms(f"127.0.0.1:{alloc_port}", CHUNK_BYTES, said["format"], shape, said["dtype"])
-            yield Receiver(terms, child)
+            try:
+                yield Receiver(terms, child)
+            except WireFailed as exc:  # its own threads fail without a word on the wire
+                raise WireFailed(f"{exc}; the end of what it wrote: {child.tail()}") from exc
 
 
 def start_lmcache(role: str, environment: Environment, given: dict[str, int]) -> Child:

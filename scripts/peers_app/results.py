@@ -10,17 +10,30 @@ import attrs
 
 from peers_app.figures import Pass, Table, cpu_table, goodput_table, median_of
 from peers_app.jobs import KVPD, KVPD_IN_PLACE, WHAT_IT_DOES, WHAT_IT_DOES_COLUMNS
-from peers_app.scenarios import Outcome
-from peers_app.sizes import Sizes, size_text
+from peers_app.scenarios import Outcome, Story
+from peers_app.sizes import MIB, Sizes, size_text
 
 BARE: Final = "bare UCX puts"
 _COPY: Final = ("memcpy, one thread", "memory")
 _NIXL: Final = ("NIXL", "NIXL, no progress thread")
 _RAW_NOTE: Final = (
     "GB/s (ratio to bare UCX puts over the same path at the same size), CPU seconds per GB of all processes. "
+    "Rounds: {rounds} of {mib} MiB, medians shown; {in_flight} chunks in flight. "
     "Buffers are anonymous memory unless a row says memfd."
 )
-_JOB_NOTE: Final = "GB/s (ratio to NIXL over the same path at the same size), CPU seconds per GB of all processes."
+_JOB_NOTE: Final = (
+    "GB/s (ratio to NIXL over the same path at the same size), CPU seconds per GB of all processes. "
+    "Rounds: {rounds} of {mib} MiB, medians shown; requests of {job_chunks} chunks, {job_depth} under way. "
+    "kvpd's slots are a memfd, as everything that processes share must be; the others' buffers are anonymous memory."
+)
+_CONTROL_NOTE: Final = (
+    "Rounds: {control_rounds}, medians shown. LMCache: PDBackendAsync, unmodified, its own allocator and `mock_memory` "
+    "channel."
+)
+_SCENARIO_NOTE: Final = (
+    "Faults are numbered as in docs/RELIABILITY.md. A step that may be stuck is given up after {scenario_s:g} s, the "
+    "overtaking after {small_requests} small requests."
+)
 
 
 @attrs.frozen
@@ -54,7 +67,7 @@ class Results:
     raw: list[Pass] = attrs.field(factory=list)
     jobs: list[Pass] = attrs.field(factory=list)
     control: dict[str, dict[str, list[float]]] = attrs.field(factory=dict)  # measure, system, a value per round
-    scenarios: list[tuple[str, str, dict[str, Outcome]]] = attrs.field(factory=list)
+    scenarios: list[tuple[Story, dict[str, Outcome]]] = attrs.field(factory=list)
     left_out: dict[str, str] = attrs.field(factory=dict)
 
     def add_control(self, prefix: str, system: str, figures: dict[str, float]) -> None:
@@ -66,9 +79,7 @@ class Results:
     def is_good(self) -> bool:
         """Whether nothing was left out, all bytes were right and kvpd came through every scenario."""
         verified = all(one.verified for one in (*self.raw, *self.jobs))
-        return (
-            verified and not self.left_out and all(told["kvpd"].ok for _, _, told in self.scenarios if "kvpd" in told)
-        )
+        return verified and not self.left_out and all(told["kvpd"].ok for _, told in self.scenarios if "kvpd" in told)
 
     def as_json(self) -> dict[str, Any]:
         """Everything."""
@@ -79,8 +90,13 @@ class Results:
             "jobs": [attrs.asdict(one) for one in self.jobs],
             "control": self.control,
             "scenarios": [
-                {"name": name, "question": question, **{system: attrs.asdict(one) for system, one in told.items()}}
-                for name, question, told in self.scenarios
+                {
+                    "fault": story.fault,
+                    "name": story.name,
+                    "question": story.question,
+                    **{system: attrs.asdict(one) for system, one in told.items()},
+                }
+                for story, told in self.scenarios
             ],
             "left_out": self.left_out,
         }
@@ -92,9 +108,9 @@ class Results:
         made = [self._machine_table()]
         names = {length: size_text(length) for length in self.sizes.chunk_bytes}
         if self.raw:
-            made.append(goodput_table("Raw transfers", self.raw, names, BARE, _RAW_NOTE))
+            made.append(goodput_table("Raw transfers", self.raw, names, BARE, self._note(_RAW_NOTE)))
         if self.jobs:
-            made.append(goodput_table("From engine to engine", self.jobs, names, _NIXL[0], _JOB_NOTE))
+            made.append(goodput_table("From engine to engine", self.jobs, names, _NIXL[0], self._note(_JOB_NOTE)))
             largest = max(self.sizes.chunk_bytes)
             made.append(cpu_table(self.jobs, largest, names[largest]))
             made.append(Table("What each does of that job", WHAT_IT_DOES_COLUMNS, WHAT_IT_DOES))
@@ -148,7 +164,7 @@ class Results:
     def _control_table(self) -> Table:
         measures = [("alloc", one) for one in ALLOCATIONS] + [("wake", one) for one in WAKE_UPS]
         measures += [
-            (name, Measure(f"CPU of a core while {name.split()[1]} wait", "cpu_share", "%", 2))
+            (name, Measure(f"CPU of a core while {int(name.split()[1]):,} wait", "cpu_share", "%", 2))
             for name in self._waits()
         ]
         rows = []
@@ -162,13 +178,11 @@ class Results:
                 for system in ("kvpd", "LMCache")
             ]
             both = medians.get("kvpd"), medians.get("LMCache")
-            ratio = f"{both[0] / both[1]:.3g}" if both[0] is not None and both[1] else ""
+            ratio = _ratio_text(both[0] / both[1]) if both[0] is not None and both[1] else ""
             if medians:
                 rows.append((title, *cells, ratio))
-        note = (
-            "Medians of the rounds. LMCache: PDBackendAsync, unmodified, its own allocator and `mock_memory` channel."
-        )
-        return Table("Without moving a byte", ("measure", "kvpd", "LMCache", "kvpd ÷ LMCache"), tuple(rows), note)
+        columns = ("measure", "kvpd", "LMCache", "kvpd ÷ LMCache")
+        return Table("Without moving a byte", columns, tuple(rows), self._note(_CONTROL_NOTE))
 
     def _waits(self) -> list[str]:
         """`wait N` for every N, in order."""
@@ -177,11 +191,19 @@ class Results:
 
     def _scenario_table(self) -> Table:
         rows = []
-        for name, question, told in self.scenarios:
+        for story, told in self.scenarios:
             cells = [_outcome_cell(told.get(system)) for system in ("kvpd", "LMCache")]
-            rows.append((f"{name}: {question}", *cells))
-        note = f"Each story may take {self.sizes.scenario_s:g} s at every step that may be stuck."
-        return Table("Stuck, starved or leaked", ("scenario", "kvpd", "LMCache's PDBackendAsync"), tuple(rows), note)
+            rows.append((str(story.fault), f"{story.name}: {story.question}", *cells))
+        columns = ("fault", "scenario", "kvpd", "LMCache's PDBackendAsync")
+        return Table("Stuck, starved or leaked", columns, tuple(rows), self._note(_SCENARIO_NOTE))
+
+    def _note(self, text: str) -> str:
+        """With this run's sizes."""
+        return text.format(mib=self.sizes.pass_bytes // MIB, **attrs.asdict(self.sizes))
+
+
+def _ratio_text(ratio: float) -> str:
+    return f"{ratio:.3g}" if ratio >= 0.001 else "< 0.001"
 
 
 def _outcome_cell(outcome: Outcome | None) -> str:

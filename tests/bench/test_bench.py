@@ -15,15 +15,18 @@ from pathlib import Path
 
 import pytest
 from e2e.daemons import in_background
+from transports.marks import needs_ucx_py
 
 from kvpd.bench.command import SUBCOMMANDS
 from kvpd.bench.decode import AttachDecode, DecodeEngine
 from kvpd.bench.failure import BenchmarkFailed
 from kvpd.bench.fleet import Daemon, Fleet
+from kvpd.bench.pair import Pair
 from kvpd.bench.payload import Load, Mode, Payload, put_stamps
 from kvpd.bench.prefill import AttachPrefill, PrefillEngine
 from kvpd.client import connect_sender
 
+KVPD = Path(sys.executable).with_name("kvpd")
 DEADLINE_S = 110.0
 QUICK_S = 300.0  # it takes half a minute on a machine that does nothing else
 CHUNK_BYTES = 4096
@@ -31,7 +34,7 @@ MODES: tuple[Mode, ...] = ("check", "copy", "in_place")
 
 
 def command(*arguments: str | Path) -> list[str | Path]:
-    return [sys.executable, "-m", "kvpd", "bench", *arguments]
+    return [KVPD, "bench", *arguments]
 
 
 @pytest.fixture
@@ -52,7 +55,8 @@ def test_quick_runs_everything_and_writes_what_it_measured(tmp_path: Path) -> No
     assert [run["subcommand"] for run in report["runs"]] == [subcommand.name for subcommand in SUBCOMMANDS]
     assert {"kvpd", "python", "trio", "pyzmq", "ucx"} <= report["record"]["versions"].keys()
     results = {run["subcommand"]: run["result"] for run in report["runs"]}
-    assert [case["transport"] for case in results["transfer"]["cases"]] == ["cma", "tcp", "local"]
+    cases = [(case["transport"], case["binding"]) for case in results["transfer"]["cases"]]
+    assert cases == [("cma", "ucx"), ("tcp", "ucx"), ("local", "ucx")]
     assert all(
         len(case[name]["values"]) == 2
         for case in results["transfer"]["cases"]
@@ -92,6 +96,7 @@ def test_help_teaches(subcommand: str | None) -> None:
         (("idle", "--plot", "x.jpeg"), ".svg or .png"),
         (("transfer", "--chunk-bytes", "8"), "out of range"),
         (("transfer", "--transports", "pigeon"), "is none of cma, tcp, local"),
+        (("transfer", "--bindings", "ctypes"), "is none of ucx, ucx-py"),
         (("requests", "--depths", "0"), "no whole number of 1 or more"),
         (("trace", "--trace", "/no/such/trace"), "is no trace that can be read"),
         (("trace", "--model-shape", "gpt-7"), "no model known here"),
@@ -103,6 +108,55 @@ def test_what_cannot_be_done_is_refused_before_anything_is_started(arguments: tu
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2
     assert reason in done.stderr
+
+
+def path_without_ucx_py(folder: Path) -> str:
+    """A PYTHONPATH on which ucx-py cannot be imported, whether or not it is installed."""
+    (folder / "ucp.py").write_text("raise ModuleNotFoundError('not here')\n")
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
+def test_without_ucx_py_the_benchmark_says_where_to_get_it(tmp_path: Path) -> None:
+    """Before a daemon is started, and in the words of a daemon that is told to use it."""
+    done = subprocess.run(
+        command("transfer", "--quick", "--bindings", "ucx,ucx-py"),
+        env={**os.environ, "PYTHONPATH": path_without_ucx_py(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 2
+    for part in ("--bindings", "not here", "kvpd[ucx-py]", "conda"):
+        assert part in done.stderr
+
+
+def test_the_daemons_of_a_row_go_through_its_binding(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else both rows would show the same binding, and the second table would compare it with itself."""
+    monkeypatch.setenv("PYTHONPATH", path_without_ucx_py(tmp_path))
+    with pytest.raises(BenchmarkFailed, match=r"transport = 'ucx-py': it cannot be imported: not here"):
+        Pair(fleet, chunk_bytes=CHUNK_BYTES, slots=4, staging_slots=4, binding="ucx-py")
+
+
+@needs_ucx_py
+def test_two_bindings_take_turns_on_the_same_load(tmp_path: Path) -> None:
+    """Each row's daemons and bare puts go through its own binding; memcpy was measured once for both."""
+    file = tmp_path / "bench.json"
+    done = subprocess.run(
+        command("transfer", "--quick", "--bindings", "ucx,ucx-py", "--json", file),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(file.read_bytes())["runs"][0]["result"]["cases"]
+    both = [(transport, binding) for transport in ("cma", "tcp") for binding in ("ucx", "ucx-py")]
+    assert [(case["transport"], case["binding"]) for case in cases] == [*both, ("local", "ucx")]
+    assert [case["versions"].split()[0] for case in cases] == ["UCX", "ucx-py", "UCX", "ucx-py", "UCX"]
+    assert cases[0]["memcpy"] == cases[1]["memcpy"]
+    assert cases[0]["bare"] != cases[1]["bare"]
+    assert "Goodput through ucx-py ÷ through kvpd's own binding" in done.stdout
 
 
 def test_a_daemon_that_cannot_start_says_why() -> None:

@@ -15,8 +15,11 @@ from kvpd.bench.payload import Load, Payload, has_stamps, put_stamps, stamp
 from kvpd.bench.plots import Plot, Series, check_plot_file, draw
 from kvpd.bench.rounds import Measured, alternate, percentile
 from kvpd.bench.tables import text
+from kvpd.bench.transfer import Case, TransferResult
+from kvpd.bench.wires import Binding
 
 CHUNK_BYTES = 4096
+_LINES = ["memcpy", "bare UCX puts", "kvpd, in place", "kvpd, engines copy"]
 
 
 def test_what_is_compared_takes_turns() -> None:
@@ -86,6 +89,48 @@ def test_chunks_differ_from_each_other_and_from_run_to_run() -> None:
     assert len({load.stamp(*place) for load in loads for place in places}) == 2 * len(places)
     assert len({key for load in loads for number in range(64) for key in load.keys(number)}) == 2 * len(places)
     assert len(stamp(0, 0)) * 2 <= 64, "the smallest chunk that may be asked for"
+
+
+def transfer_case(binding: Binding, *values: float) -> Case:
+    """A case whose every goodput is `values`, round by round; memcpy was 8 GB/s."""
+    goodput = Measured.of(values)
+    return Case(
+        transport="cma",
+        binding=binding,
+        carried_by=("cma", "tcp"),
+        versions=binding,
+        chunk_bytes=1 << 20,
+        batch=4,
+        in_flight=2,
+        memcpy=Measured.of([8.0] * len(values)),
+        bare=goodput,
+        in_place=goodput,
+        copying=goodput,
+    )
+
+
+def test_one_binding_has_a_row_and_nothing_to_be_compared_with() -> None:
+    """Who did not ask for ucx-py does not read of it."""
+    result = TransferResult(cases=(transfer_case("ucx", 4.0, 2.0),))
+    (table,) = result.tables()
+    assert [row[0] for row in table.rows] == ["cma 1MiB 4 2"]
+    assert [series.name for series in result.plots()[0].series] == _LINES
+
+
+def test_two_bindings_are_compared_round_by_round() -> None:
+    """A row for each, lines of their own, and the ratio of what was measured in the same round."""
+    result = TransferResult(cases=(transfer_case("ucx", 4.0, 2.0), transfer_case("ucx-py", 2.0, 4.0)))
+    goodputs, ratios = result.tables()
+    assert [row[0] for row in goodputs.rows] == ["cma 1MiB 4 2", "cma by ucx-py 1MiB 4 2"]
+    assert ratios.rows == [("cma by ucx-py 1MiB 4 2", *[Measured.of([0.5, 2.0])] * 3)]
+    (plot,) = result.plots()
+    assert [series.name for series in plot.series] == [*_LINES, *(f"{name}, by ucx-py" for name in _LINES[1:])]
+
+
+def test_ucx_py_alone_has_nothing_to_be_divided_by() -> None:
+    """A comparison with figures of another run would be none."""
+    (table,) = TransferResult(cases=(transfer_case("ucx-py", 4.0),)).tables()
+    assert [row[0] for row in table.rows] == ["cma by ucx-py 1MiB 4 2"]
 
 
 def test_memcpy_copies() -> None:

@@ -10,6 +10,8 @@ import attrs
 
 from kvpd.client import ReceiverLink, SenderLink, Transfer
 
+from .daemons import Daemon
+
 
 @attrs.frozen
 class Request:
@@ -64,6 +66,13 @@ def receive(link: ReceiverLink, req_id: str, *, timeout: float = 20, sender_id: 
     """Claim a request, hash its chunks in place and release it."""
     with link.claim(req_id, timeout, sender_id=sender_id) as chunks:
         return [sha256(chunk.view) for chunk in chunks]
+
+
+def move(request: Request, sender: Daemon, receiver: Daemon) -> None:
+    """A request through both daemons, once they are ready: they work."""
+    with sender.wait_ready().sender_link() as prefill, receiver.wait_ready().receiver_link() as decode:
+        send(prefill, request, receiver.address)
+        assert receive(decode, request.req_id) == request.hashes
 
 
 def in_order(messages: Iterable[str], wanted: Sequence[str]) -> bool:

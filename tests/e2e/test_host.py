@@ -15,8 +15,8 @@ import pytest
 from kvpd.errors import ErrorCode, TransferError
 
 from .conftest import CHUNK, Pair
-from .daemons import DEADLINE_S, Daemon, Fleet
-from .payloads import make_request, receive, send
+from .daemons import DEADLINE_S, Fleet
+from .payloads import make_request, move, receive, send
 
 TINY_SHM = 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"'
 RECEIVER = {"buffer_size": 16 * CHUNK, "chunk_bytes": CHUNK, "control_address": "127.0.0.1:0"}
@@ -33,19 +33,11 @@ def usable(*prefix: str) -> list[str]:
     return list(prefix)
 
 
-def move(sender: Daemon, receiver: Daemon, req_id: str) -> None:
-    """A request through both daemons."""
-    request = make_request(req_id, 4)
-    with sender.wait_ready().sender_link() as prefill, receiver.wait_ready().receiver_link() as decode:
-        send(prefill, request, receiver.address)
-        assert receive(decode, req_id) == request.hashes
-
-
 def test_p69_a_tiny_dev_shm_is_enough(fleet: Fleet) -> None:
     """Containers have 64 MB of it or none; elsewhere that ended in a SIGBUS. Chunks live in memfds, which need none."""
     prefix = usable("unshare", "--mount", "sh", "-c", TINY_SHM, "sh")
     receiver = fleet.start("receiver", "r", RECEIVER, prefix=prefix)
-    move(fleet.start("sender", "s", SENDER, prefix=prefix), receiver, "p69")
+    move(make_request("p69", 4), fleet.start("sender", "s", SENDER, prefix=prefix), receiver)
     maps = Path(f"/proc/{receiver.pid}/maps").read_text()
     assert "/memfd:kvpd-r" in maps
     assert "/dev/shm/" not in maps.replace("/dev/shm/ucx_shm_posix", "")
@@ -62,7 +54,7 @@ def test_p69_memory_that_the_machine_has_not_is_refused_with_the_number(fleet: F
 def test_p70_without_the_right_to_trace_another_way_is_found(fleet: Fleet) -> None:
     """Elsewhere process_vm_writev failed deep inside the transport, and the job aborted."""
     prefix = usable("setpriv", "--bounding-set=-sys_ptrace")
-    move(fleet.start("sender", "s", SENDER, prefix=prefix), fleet.receiver(), "p70")
+    move(make_request("p70", 4), fleet.start("sender", "s", SENDER, prefix=prefix), fleet.receiver())
 
 
 def test_p70_a_way_that_is_forced_and_closed_is_named(fleet: Fleet) -> None:
@@ -71,7 +63,7 @@ def test_p70_a_way_that_is_forced_and_closed_is_named(fleet: Fleet) -> None:
     receiver = fleet.receiver(ucx_tls="cma,self,sm")
     sender = fleet.start("sender", "s", {**SENDER, "ucx_tls": "cma,self,sm"}, prefix=prefix)
     with pytest.raises(TransferError, match="unreachable") as error:
-        move(sender, receiver, "p70-forced")
+        move(make_request("p70-forced", 4), sender, receiver)
     assert error.value.code is ErrorCode.TRANSPORT_FAILED
     receiver.wait_quiet()
     assert receiver.slots() == {"free": 16}
@@ -81,7 +73,7 @@ def test_p70_a_way_that_is_forced_and_closed_is_named(fleet: Fleet) -> None:
 def test_p71_another_user_namespace_is_no_obstacle(fleet: Fleet) -> None:
     """Two rootless containers on one host share its boot id, and little else."""
     prefix = usable("unshare", "--user", "--map-root-user")
-    move(fleet.start("sender", "s", SENDER, prefix=prefix), fleet.receiver(), "p71")
+    move(make_request("p71", 4), fleet.start("sender", "s", SENDER, prefix=prefix), fleet.receiver())
 
 
 def test_p72_p79_a_shells_limits_are_enough(fleet: Fleet) -> None:
@@ -91,7 +83,7 @@ def test_p72_p79_a_shells_limits_are_enough(fleet: Fleet) -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))"
     )
     receiver = fleet.start("receiver", "r", RECEIVER, before=limits)
-    move(fleet.start("sender", "s", SENDER, before=limits), receiver, "p72")
+    move(make_request("p72", 4), fleet.start("sender", "s", SENDER, before=limits), receiver)
     ready = receiver.wait_for("ready")
     assert (ready["descriptors_soft"], ready["descriptors_hard"]) == (256, 4096)
     assert "Max open files            4096" in Path(f"/proc/{receiver.pid}/limits").read_text()
@@ -129,14 +121,14 @@ def test_p81_the_whole_way_over_ipv6(fleet: Fleet) -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     receiver = fleet.receiver(control_address="[::1]:0")
-    move(fleet.sender(), receiver, "p81")
+    move(make_request("p81", 4), fleet.sender(), receiver)
     assert receiver.address.startswith("[::1]:")
 
 
 def test_p82_a_name_is_resolved_before_it_is_bound(fleet: Fleet) -> None:
     """libzmq takes a name for a network device; its 'No such device' tells nobody what is wrong."""
     nobody = fleet.receiver("nobody", control_address="nosuch.invalid:0")
-    move(fleet.sender(), fleet.receiver(control_address="localhost:0"), "p82")
+    move(make_request("p82", 4), fleet.sender(), fleet.receiver(control_address="localhost:0"))
     assert nobody.wait() == 1  # not 2: it may be the resolver that is down, and the next start may find it up
     detail = nobody.said("start_failed")[0]["detail"]
     assert "cannot resolve 'nosuch.invalid'" in detail

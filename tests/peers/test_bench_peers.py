@@ -6,6 +6,7 @@ environment, and `scripts/bench-peers --quick` tries those.
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,7 @@ from peers_app.figures import Pass, Table, goodput_table, median_of, percentile
 from peers_app.jobs import JOB_SYSTEMS, KVPD, KVPD_IN_PLACE, measure_job
 from peers_app.memory import Buffer, check_stamp, is_equal_between_stamps, pattern, stamp
 from peers_app.raw import SYSTEMS, Environment, System, in_turns, measure_raw, open_pair
+from peers_app.receivers import free_ports
 from peers_app.results import Results
 from peers_app.scenarios import STORIES, Outcome
 from peers_app.sizes import FULL, KIB, MIB, QUICK, Sizes, size_text
@@ -105,15 +107,21 @@ def test_results_are_bad_when_anything_is() -> None:
     results = Results(sizes, {"date": "today"}, raw=[ONE], jobs=[attrs.evolve(ONE, system=KVPD_IN_PLACE)])
     results.add_control("alloc", "kvpd", {"rate_per_s": 10.0})
     results.add_control("alloc", "LMCache", {"rate_per_s": 5.0})
-    results.scenarios.append(("s", "q", {"kvpd": Outcome(True, "fine"), "LMCache": Outcome(False, "stuck")}))
+    results.add_control("wait 10000", "kvpd", {"cpu_share": 0.0001})
+    results.add_control("wait 10000", "LMCache", {"cpu_share": 0.5})
+    story = attrs.evolve(STORIES[0], name="s", question="q")
+    results.scenarios.append((story, {"kvpd": Outcome(True, "fine"), "LMCache": Outcome(False, "stuck")}))
     assert results.is_good
     text = "\n".join(table.markdown() for table in results.tables())
     assert "| allocations a second, 8 outstanding | 10 /s | 5 /s | 2 |" in text
+    assert "| CPU of a core while 10,000 wait | 0.01 % | 50.00 % | < 0.001 |" in text
     assert "| kvpd, no engine copies | cma | source 0.24, sink 0.24 |" in text
-    assert "| s: q | fine | **stuck** |" in text
+    assert "| 1 | s: q | fine | **stuck** |" in text
+    assert "Rounds: 1 of 2 MiB, medians shown; requests of 4 chunks, 2 under way." in text
+    assert [scenario["fault"] for scenario in results.as_json()["scenarios"]] == [1]
     assert not attrs.evolve(results, left_out={"x": "y"}).is_good
     assert not attrs.evolve(results, jobs=[attrs.evolve(ONE, verified=False)]).is_good
-    assert not attrs.evolve(results, scenarios=[("s", "q", {"kvpd": Outcome(False, "stuck")})]).is_good
+    assert not attrs.evolve(results, scenarios=[(story, {"kvpd": Outcome(False, "stuck")})]).is_good
 
 
 def test_the_command_line_can_be_read_without_anything_installed() -> None:
@@ -215,6 +223,15 @@ def test_kvpd_comes_through_every_story(story: object) -> None:
     assert hasattr(story, "play")
     outcome = story.play("kvpd", OURS, TINY)
     assert outcome.ok, outcome.text
+
+
+def test_ports_for_lmcache_are_not_those_of_passing_connections() -> None:
+    """It binds them seconds after they were chosen, and is silent where one is taken."""
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    assert max(ports) < 32_768
+    with socket.create_server(("127.0.0.1", ports[0])):
+        assert ports[0] not in free_ports(5)
 
 
 def test_lmcache_is_spoken_to_in_its_own_words() -> None:

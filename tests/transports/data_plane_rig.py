@@ -22,14 +22,11 @@ from kvpd.transports.base import DataPlane, Endpoint, RemoteRegion, Target
 from kvpd.transports.memory_data import MemoryFabric, open_memory_data_plane
 from kvpd.transports.ucx import UcxDataPlane, UcxEndpoint
 
-from .ucx_modes import open_ucx, transports_of, why_not_ucx_py
+from .marks import needs_ucx_py
+from .ucx_modes import open_ucx, transports_of
 
 DEADLINE_S: Final = 20.0
 _TESTS: Final = Path(__file__).parents[1]
-
-
-_WHY_NOT: Final = why_not_ucx_py()
-needs_ucx_py = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 
 
 def _over_ucx_py(wire: str) -> Any:

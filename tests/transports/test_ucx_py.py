@@ -16,7 +16,8 @@ from kvpd.transports.base import Put
 from kvpd.transports.memory_data import MemoryFabric
 from kvpd.transports.ucx import UcxDataPlane
 
-from .data_plane_rig import needs_ucx_py, never_broken, open_pair, open_plane, open_remote, region_of
+from .data_plane_rig import never_broken, open_pair, open_plane, open_remote, region_of
+from .marks import needs_ucx_py
 
 KIB = 1 << 10
 MIB = 1 << 20

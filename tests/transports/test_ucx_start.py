@@ -15,7 +15,8 @@ from kvpd.transports import _ucp, ucx_py
 from kvpd.transports.ucx import open_ucx_data_plane, ucx_version
 from kvpd.transports.ucx_py import open_ucx_py_data_plane
 
-from .data_plane_rig import needs_ucx_py, open_pair
+from .data_plane_rig import open_pair
+from .marks import needs_ucx_py
 
 every_binding = pytest.mark.parametrize(
     "open_plane", [open_ucx_data_plane, pytest.param(open_ucx_py_data_plane, marks=needs_ucx_py)]

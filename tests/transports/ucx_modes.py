@@ -6,8 +6,6 @@ import mmap
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
-from kvpd.errors import ConfigError
-from kvpd.transports import ucx_py
 from kvpd.transports.base import DataPlane
 from kvpd.transports.ucx import open_ucx_data_plane
 from kvpd.transports.ucx_py import open_ucx_py_data_plane
@@ -26,12 +24,3 @@ def open_ucx(mode: str, buffer: mmap.mmap, window_bytes: int | None = None) -> A
 def transports_of(mode: str) -> set[str]:
     """What an endpoint of that mode consists of between two processes of one host."""
     return _TRANSPORTS[mode.rpartition("-")[2]]
-
-
-def why_not_ucx_py() -> str:
-    """What stands in the way of running the contract over ucx-py here; empty: nothing."""
-    try:
-        ucx_py.load()
-    except ConfigError as exc:
-        return str(exc)
-    return ""

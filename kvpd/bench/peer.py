@@ -112,7 +112,7 @@ class Peer:
         return self._message_id
 
     async def _answers(self) -> list[AnyMessage]:
-        """Send what there is to send, then: what has come since, one message at least, but for answers to heartbeats."""
+        """Send what there is to say, then: what has come, one message at least, but for answers to heartbeats."""
         outgoing, self._outgoing = self._outgoing, []
         for messages in together(outgoing):
             self._client.send_nowait(*messages)

@@ -106,7 +106,7 @@ class Peer(abc.ABC):
             frames = self.socket.recv_multipart()
         except zmq.Again:
             raise WireFailed(f"no answer within {_ANSWER_MS / 1000:g} s") from None
-        return [kind for frame in self._messages(frames) if (kind := self._understand(frame))]
+        return [kind for frame in self._split(frames) if (kind := self._understand(frame))]
 
     @abc.abstractmethod
     def keep_alive(self) -> None:
@@ -123,7 +123,7 @@ class Peer(abc.ABC):
         """Send what was said since."""
 
     @abc.abstractmethod
-    def _messages(self, frames: list[bytes]) -> list[bytes]:
+    def _split(self, frames: list[bytes]) -> list[bytes]:
         """What a ZMQ message of such frames holds."""
 
     @abc.abstractmethod
@@ -156,7 +156,7 @@ class KvpdPeer(Peer):
         for messages in together(said):
             self.socket.send_multipart(messages)
 
-    def _messages(self, frames: list[bytes]) -> list[bytes]:
+    def _split(self, frames: list[bytes]) -> list[bytes]:
         return frames
 
     def _open(self, request: int, first_key: int, chunks: int) -> None:
@@ -231,7 +231,7 @@ class LmcachePeer(Peer):
     def _flush(self) -> None:
         """Each of its messages has left by itself."""
 
-    def _messages(self, frames: list[bytes]) -> list[bytes]:
+    def _split(self, frames: list[bytes]) -> list[bytes]:
         return frames[-1:]
 
     def keep_alive(self) -> None:

@@ -242,7 +242,7 @@ def test_lmcache_is_spoken_to_in_its_own_words() -> None:
             port = router.bind_to_random_port("tcp://127.0.0.1")
             terms = Terms(f"127.0.0.1:{port}", 4096, 1, (2, 2, 16, 32), "bfloat16")
             with LmcachePeer(context, terms) as peer:
-                peer.open(1, 2)
+                peer.open(1, chunks=2)
                 identity, empty, frame = router.recv_multipart()
                 request = msgspec.msgpack.decode(frame)
                 assert (identity, empty) == (b"bench-%d" % peer.number, b"")

@@ -265,6 +265,8 @@ def test_p91_zero_is_allowed_where_it_means_something() -> None:
         ("sender.notify", "maybe"),
         ("sender.notify_proxy", "yes"),
         ("sender.transport", "smoke-signals"),
+        ("sender.transport", "local"),
+        ("receiver.transport", "auto"),
         ("log.format", "xml"),
         ("metrics.address", "9400"),
         ("metrics.address", "127.0.0.1:99999"),

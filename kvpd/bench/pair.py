@@ -61,13 +61,18 @@ class Pair:
         Raises:
             BenchmarkFailed: one does not come up.
         """
-        way = {"ucx_tls": UCX_TLS[transport], "transport": "local" if transport == "local" else binding}
+        tls = UCX_TLS[transport]
+        there, here = ("local", "auto") if transport == "local" else (binding, binding)
         self._chunk_bytes = chunk_bytes
         # The engines first: they come up while the daemons are waited for.
         self._prefill = fleet.worker("kvpd.bench.prefill")
         self._decode = fleet.worker("kvpd.bench.decode")
-        self.receiver = fleet.receiver(chunk_bytes=chunk_bytes, slots=slots, watched=watched, **way)
-        self.sender = fleet.sender(chunk_bytes=chunk_bytes, slots=staging_slots, watched=watched, **way)
+        self.receiver = fleet.receiver(
+            chunk_bytes=chunk_bytes, slots=slots, watched=watched, transport=there, ucx_tls=tls
+        )
+        self.sender = fleet.sender(
+            chunk_bytes=chunk_bytes, slots=staging_slots, watched=watched, transport=here, ucx_tls=tls
+        )
         released = f"{self.receiver.socket}.released"
         os.mkfifo(released)
         sending = AttachPrefill(socket=str(self.sender.socket), receiver=self.receiver.address, released=released)

@@ -40,7 +40,12 @@ def _socket_of(role: Role) -> Any:
     return attrs.Factory(lambda section: default_engine_socket(role, section.name), takes_self=True)
 
 
-_TRANSPORT = "what moves the bytes: UCX, by kvpd itself or by ucx-py; local: on one host the engines, else UCX"
+_RECEIVER_TRANSPORT = (
+    "what moves the bytes: UCX, by kvpd itself or by ucx-py; local: prefill engines of this host write them, else UCX"
+)
+_SENDER_TRANSPORT = (
+    "what moves the bytes: UCX, by kvpd itself or by ucx-py; auto: engines, where a receiver here is local, else UCX"
+)
 _UCX_LIBRARY = "path of libucp, or auto: the libucx wheel, then the system's"
 _UCX_TLS = "UCX's own list of transports, such as tcp or rc,cma; empty: UCX chooses"
 _RANKS = "tensor-parallel ranks of the engine, each with memory of its own; the same on both sides"
@@ -87,7 +92,7 @@ class ReceiverConfig:
         Seconds(), 4.0, "how long a cancelled transfer's writes may take before its endpoint is closed"
     )
     drain_timeout_s: float = _setting(Seconds(zero="at once"), 10.0, "how long running transfers may end at shutdown")
-    transport: str = _setting(Choice(("ucx", "ucx-py", "local")), "ucx", _TRANSPORT)
+    transport: str = _setting(Choice(("ucx", "ucx-py", "local")), "ucx", _RECEIVER_TRANSPORT)
     ucx_library: str = _setting(Text(4096), "auto", _UCX_LIBRARY)
     ucx_tls: str = _setting(Text(1024), "", _UCX_TLS)
 
@@ -121,7 +126,7 @@ class SenderConfig:
     connect_timeout_s: float = _setting(Seconds(), 5.0, "how long a receiver may take to answer the first message")
     request_timeout_s: float = _setting(Seconds(), 300.0, "how long a request may take, from open to its end")
     drain_timeout_s: float = _setting(Seconds(zero="at once"), 10.0, "how long running transfers may end at shutdown")
-    transport: str = _setting(Choice(("ucx", "ucx-py", "local")), "ucx", _TRANSPORT)
+    transport: str = _setting(Choice(("auto", "ucx", "ucx-py")), "auto", _SENDER_TRANSPORT)
     ucx_library: str = _setting(Text(4096), "auto", _UCX_LIBRARY)
     ucx_tls: str = _setting(Text(1024), "", _UCX_TLS)
 

@@ -15,7 +15,7 @@ DataPlaneFactory = Callable[[mmap.mmap, int | None], AbstractAsyncContextManager
 def data_plane_factory(transport: str, ucx_library: str, ucx_tls: str) -> DataPlaneFactory:
     """How to open the data plane that the configuration names. libucp is loaded only when that is called.
 
-    "local" too opens UCX: for peers on other hosts, and for what engines do not fill in place.
+    "local" and "auto" too open UCX: for peers on other hosts, and for what engines do not fill in place.
     """
 
     def open_ucx(memory: mmap.mmap, put_window_bytes: int | None) -> AbstractAsyncContextManager[DataPlane]:
@@ -28,6 +28,11 @@ def data_plane_factory(transport: str, ucx_library: str, ucx_tls: str) -> DataPl
 
         return open_ucx_py_data_plane(memory, tls=ucx_tls, put_window_bytes=put_window_bytes)
 
-    openings: dict[str, DataPlaneFactory] = {"ucx": open_ucx, "ucx-py": open_ucx_py, "local": open_ucx}
+    openings: dict[str, DataPlaneFactory] = {
+        "ucx": open_ucx,
+        "ucx-py": open_ucx_py,
+        "local": open_ucx,
+        "auto": open_ucx,
+    }
     assert transport in openings, f"the configuration let transport {transport!r} through"
     return openings[transport]

@@ -98,7 +98,7 @@ class Sender(Lifetime[ev.SenderEvent]):
         self._sinks: dict[int, TransferSink] = {}
         self._channels: dict[str, Channel] = {}
         self._channel_numbers = itertools.count(1)
-        self._ways = Ways(self.feed, fills_in_place=config.transport == "local")
+        self._ways = Ways(self.feed, fills_in_place=config.transport == "auto")
         self._transfer_numbers = itertools.count(1)
         self._engine_numbers = itertools.count(1)
         self._engines: dict[int, Callable[[int], None]] = {}  # those that must hear which places are gone

@@ -79,7 +79,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs matplotlib")
     parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the parts' logs there")
     parser.add_argument(
-        "--transport", choices=("ucx", "local"), default="ucx", help="of kvpd's daemons; NIXL goes over UCX (ucx)"
+        "--transport", choices=("ucx", "local"), default="ucx", help="of kvpd's receiver; NIXL goes over UCX (ucx)"
     )
     parser.add_argument("--nixl-progress-thread", action="store_true", help="give NIXL its progress thread")
     parser.add_argument("--nixl-threads", type=int, default=4, metavar="N", help="vLLM's num_threads of NIXL (4)")

@@ -58,7 +58,7 @@ def measured(
         context=_CONTEXT,
         room=2 * _CONTEXT,
         flags=_FLAGS,
-        settings={f"{role}.transport": options.transport for role in ("sender", "receiver")},
+        settings={"receiver.transport": options.transport},
     )
     nixl = {"progress_thread": options.nixl_progress_thread, "num_threads": options.nixl_threads}
     console.print("Starting five vLLM servers, a receiver, a sender and three proxies; on few cores this takes minutes")
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, console: Console, logs: Path) -> list[str]:
     thread = "its progress thread" if options.nixl_progress_thread else "no progress thread"
     about = record(
         (
-            f"kvpd's daemons have transport = {options.transport!r}",
+            f"kvpd's receiver has transport = {options.transport!r}",
             f"NIXL has {thread} and num_threads = {options.nixl_threads}",
         )
     )

@@ -1,4 +1,4 @@
-"""transport = "local": prefill engines fill the slots of a receiver on their host themselves, in real processes.
+"""A receiver with transport = "local": prefill engines of its host fill its slots themselves, in real processes.
 
 A slot that somebody might still write is given to nobody, whoever of the three is killed, stopped or restarted.
 """
@@ -100,8 +100,8 @@ def filler(sender: Daemon, receiver: Daemon, req_id: str = "filling") -> Iterato
 
 
 def local_pair(fleet: Fleet, *, slots: int = 16, **settings: Any) -> tuple[Daemon, Daemon]:
-    """Both daemons, for engines that fill in place."""
-    return fleet.pair({"slots": slots, **LOCAL, **settings}, {"slots": 2, **LOCAL})
+    """Both daemons, for engines that fill in place: the receiver alone is told."""
+    return fleet.pair({"slots": slots, **LOCAL, **settings}, {"slots": 2})
 
 
 def serve_others(receiver: Daemon, sender: Daemon, chunks: int = 12, count: int = 8) -> None:
@@ -144,8 +144,8 @@ def test_every_byte_arrives_without_being_staged_or_put(fleet: Fleet) -> None:
 
 def test_every_rank_fills_its_own_window(fleet: Fleet) -> None:
     """The same slots, in the window of each rank; more requests than fit at once."""
-    common = {"ranks": RANKS, "chunk_bytes": ODD, **LOCAL}
-    receiver, sender = fleet.pair({"slots": 8, **common}, {"slots": 3, **common})
+    common = {"ranks": RANKS, "chunk_bytes": ODD}
+    receiver, sender = fleet.pair({"slots": 8, **common, **LOCAL}, {"slots": 3, **common})
     requests = [parts(f"r{n}", 7, last=13) for n in range(4)]
 
     move_all_ranks(sender, receiver, requests)
@@ -157,13 +157,13 @@ def test_every_rank_fills_its_own_window(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("receiver_has", "sender_has"),
     [
-        pytest.param({}, LOCAL, id="receiver offers nothing"),
-        pytest.param(LOCAL, {}, id="sender wants none"),
-        pytest.param({**LOCAL, "verify": "crc32c"}, LOCAL, id="chunks are verified"),
+        pytest.param({}, {}, id="receiver offers nothing"),
+        pytest.param(LOCAL, {"transport": "ucx"}, id="sender wants none"),
+        pytest.param({**LOCAL, "verify": "crc32c"}, {}, id="chunks are verified"),
     ],
 )
 def test_what_is_not_shared_is_put(fleet: Fleet, receiver_has: dict[str, Any], sender_has: dict[str, Any]) -> None:
-    """Both sides must want it, and nobody could verify what an engine wrote by itself."""
+    """The receiver must offer it, the sender can do without, and nobody could verify what an engine wrote by itself."""
     receiver, sender = fleet.pair({**receiver_has}, {**sender_has})
     request = make_request("r", 5)
     with sender.sender_link() as prefill, receiver.receiver_link() as decode:
@@ -252,7 +252,7 @@ def test_a_killed_engine_ends_its_request_and_frees_its_slots(fleet: Fleet) -> N
 def test_the_death_of_a_sender_is_no_fence_while_its_engine_has_the_memory(fleet: Fleet, end: str) -> None:
     """The engine lives on, and writes. Others fill the rest of the buffer meanwhile, and get what they sent."""
     receiver, sender = local_pair(fleet, **SHORT)
-    other = fleet.sender("other", **LOCAL).wait_ready()
+    other = fleet.sender("other").wait_ready()
     with filler(sender, receiver) as engine:
         sender.kill()
         receiver.wait_for("session_ended")

@@ -169,7 +169,7 @@ async def sharing_rig(folder: Path, *, transport: str = "local") -> AsyncIterato
         async with (
             World() as world,
             world.receiver(slots=10, transport=transport, share=share) as receiver,
-            world.sender(staging=4, transport=transport, host=own_host()) as sender,
+            world.sender(staging=4, host=own_host()) as sender,
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(_engine_server(decode, receiver).run)
@@ -272,7 +272,7 @@ async def test_a_writer_that_nobody_would_wait_for_gets_nothing(
 
 
 async def test_a_daemon_that_does_not_share_has_no_writers(tmp_path: Path) -> None:
-    """A receiver of another transport; and a sender, whatever its transport."""
+    """A receiver of another transport; and a sender, for nobody writes into its memory but its own engines."""
     async with sharing_rig(tmp_path, transport="ucx") as rig, raw_engine(rig.receiver_socket) as engine:
         await engine.say(greeting(rig))
         assert "does not offer" in (await engine.hear_kind(Rejected)).detail

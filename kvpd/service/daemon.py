@@ -93,8 +93,11 @@ class Daemon(abc.ABC):
         address = self.config.metrics.address
         return nullcontext() if address == "off" else MetricsServer(address, metrics, self.health)
 
-    async def serve_until_stopped(self, addresses: Mapping[str, str]) -> bool:
-        """Say that everything is bound, and wait for a signal. False: the addresses could not be written."""
+    async def serve_until_stopped(self, addresses: Mapping[str, str], **facts: object) -> bool:
+        """Say that everything is bound, and wait for a signal. False: the addresses could not be written.
+
+        `facts` are more fields of the line `ready`.
+        """
         if self._address_file is not None:
             try:
                 write_addresses(self._address_file, addresses)
@@ -104,7 +107,7 @@ class Daemon(abc.ABC):
         self.is_ready = True
         self.health.mark_ready()
         limits = {"descriptors_soft": self._descriptors_before, "descriptors_hard": self.descriptors_max}
-        log.info("ready", pid=os.getpid(), **limits, **addresses)
+        log.info("ready", pid=os.getpid(), **limits, **facts, **addresses)
         tell_systemd("READY=1")
         await self._stop.wait()
         return True

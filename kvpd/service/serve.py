@@ -16,6 +16,7 @@ from kvpd.config import Config, ReceiverConfig
 from kvpd.link import LINK_VERSION, Attached, RegionInfo
 from kvpd.log import LogWriter
 from kvpd.metrics import Health, MetricsServer, ReceiverMetrics, SenderMetrics
+from kvpd.service.buffer import Buffer
 from kvpd.service.daemon import Daemon, run_daemon
 from kvpd.service.engine_link import EngineServer, Memory, listen
 from kvpd.service.engines import DecodeEngine, PrefillEngine, WriterEngine
@@ -53,9 +54,11 @@ class _TransferDaemon(Daemon):
             async with self._open() as daemon, trio.open_nursery() as nursery:
                 engines = _engine_server(listener, daemon)
                 nursery.start_soon(_serve_engines, engines, self.health)
+                memory = await _look_at(daemon.buffer)
                 gc.collect()
                 gc.freeze()  # a full collection would otherwise stop the loop for milliseconds
-                if await self.serve_until_stopped(_addresses(daemon, section.engine_socket, server)):
+                addresses = _addresses(daemon, section.engine_socket, server)
+                if await self.serve_until_stopped(addresses, **memory):
                     if not await self.drain(daemon.drain, section.drain_timeout_s):
                         with trio.move_on_after(_AFTER_DRAIN_S):
                             await daemon.wait_idle()
@@ -89,6 +92,12 @@ def _addresses(daemon: Receiver | Sender, engine_socket: str, server: MetricsSer
     if isinstance(daemon, Receiver):
         addresses["control_address"] = daemon.address
     return addresses
+
+
+async def _look_at(buffer: Buffer) -> dict[str, int | None]:
+    """What an operator should see of the chunk memory: whether the kernel has given the huge pages asked for."""
+    huge = await trio.to_thread.run_sync(buffer.huge_page_bytes, abandon_on_cancel=True)
+    return {"memory_bytes": buffer.total_bytes, "huge_page_bytes": huge}
 
 
 def _engine_server(listener: trio.SocketListener, daemon: Receiver | Sender) -> EngineServer:

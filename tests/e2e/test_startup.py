@@ -62,6 +62,8 @@ def test_every_address_that_ready_names_is_bound(fleet: Fleet) -> None:
     ).wait_ready()
     ready = receiver.wait_for("ready")
     assert ready["pid"] == receiver.pid
+    assert ready["memory_bytes"] == 1 << 20
+    assert ready["huge_page_bytes"] in range(ready["memory_bytes"] + 1)
     for key in ("control_address", "metrics_address"):
         host, _, port = ready[key].rpartition(":")
         assert (host, int(port) > 0) == ("127.0.0.1", True)

@@ -14,7 +14,7 @@ import trio
 
 from kvpd.errors import ConfigError
 from kvpd.service import buffer as buffer_module
-from kvpd.service.buffer import Buffer
+from kvpd.service.buffer import Buffer, huge_bytes_between
 
 PAGE = mmap.PAGESIZE
 
@@ -133,3 +133,51 @@ def test_the_kernel_is_asked_for_huge_pages() -> None:
         maps = Path("/proc/self/smaps").read_text()
     (flags,) = re.findall(r"memfd:kvpd-advised.*?VmFlags:([^\n]*)", maps, re.DOTALL)
     assert "hg" in flags.split()
+
+
+HUGE = 2 << 20
+SMAPS = """\
+7f0000000000-7f0000800000 rw-s 00000000 00:01 10 /memfd:kvpd-other (deleted)
+Size:               8192 kB
+ShmemPmdMapped:     8192 kB
+VmFlags: rd wr sh hg
+7f0000800000-7f0000a00000 rw-s 00000000 00:01 11 /memfd:kvpd-ours (deleted)
+Size:               2048 kB
+ShmemPmdMapped:     2048 kB
+7f0000a00000-7f0000b00000 rw-s 00200000 00:01 11 /memfd:kvpd-ours (deleted)
+Size:               1024 kB
+ShmemPmdMapped:        0 kB
+7f0000b00000-7f0000d00000 rw-s 00000000 00:01 12 /memfd:kvpd-next (deleted)
+ShmemPmdMapped:     2048 kB
+"""
+
+
+def are_forbidden() -> bool:
+    """Whether this machine gives shared memory no huge pages."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return not setting.exists() or "[never]" in setting.read_text() or "[deny]" in setting.read_text()
+
+
+async def test_it_says_how_much_of_it_is_in_huge_pages() -> None:
+    """Asking is not getting: where the machine forbids them there are none, and nobody else would say so."""
+    with Buffer("huge", 4, HUGE, engines_may_write=True) as buffer:
+        await buffer.fault_in(lambda _: None)
+        found = buffer.huge_page_bytes()
+    assert found in range(0, buffer.total_bytes + 1, HUGE)
+    if are_forbidden():
+        assert found == 0
+
+
+def test_huge_pages_of_other_mappings_are_not_ours() -> None:
+    """A program may have several daemons, and engines, in one process; a mapping may be told in parts."""
+    lines = SMAPS.splitlines(keepends=True)
+    assert huge_bytes_between(0x7F0000800000, 0x7F0000B00000, lines) == HUGE
+    assert huge_bytes_between(0x7F0000A00000, 0x7F0000B00000, lines) == 0
+    assert huge_bytes_between(0x7F0000000000, 0x7F0000D00000, lines) == 6 * HUGE
+
+
+def test_a_kernel_that_does_not_tell_is_not_taken_for_none() -> None:
+    """Nor is a mapping that is not there."""
+    lines = [line for line in SMAPS.splitlines(keepends=True) if "Pmd" not in line]
+    assert huge_bytes_between(0x7F0000800000, 0x7F0000B00000, lines) is None
+    assert huge_bytes_between(0x7E0000000000, 0x7E0000800000, SMAPS.splitlines()) is None

@@ -118,7 +118,7 @@ async def receiver_stopped(stage: Stage, rng: random.Random) -> None:
 
 @_fault
 async def prefill_engine_stopped(stage: Stage, rng: random.Random) -> None:
-    """It holds staging slots, and does nothing."""
+    """It holds staging slots, or a receiver's own, and does nothing."""
     await _freeze(rng.choice(stage.prefills), rng)
 
 

@@ -20,8 +20,9 @@ from chaos_app.site import Site, enter_own_network, missing, open_remote_site
 from chaos_app.stage import open_stage
 from chaos_app.tally import Tally
 
-# What UCX chooses between processes of one host; TCP there; TCP between two network namespaces.
-_TLS: Final = {"cma": "", "tcp": "tcp", "namespaces": "tcp"}
+# What UCX chooses between processes of one host; TCP there; nothing, where engines fill the receivers' slots in place;
+# TCP between two network namespaces.
+_TLS: Final = {"cma": "", "tcp": "tcp", "local": "", "namespaces": "tcp"}
 _STALL_S: Final = 300.0  # for a round; one that takes longer hangs, whatever hangs it
 
 
@@ -39,7 +40,10 @@ async def run_stage(
         site = await stack.enter_async_context(open_remote_site()) if transport == "namespaces" else Site()
         if site.is_remote and not site.loses_packets:
             tally.skipped["packets_lost"] = "this kernel has no netem"
-        stage = await stack.enter_async_context(open_stage(folder, _TLS[transport], seed, tally, site))
+        in_place = transport == "local"
+        stage = await stack.enter_async_context(
+            open_stage(folder, _TLS[transport], seed, tally, site, in_place=in_place)
+        )
         judge = Rounds(stage, random.Random(seed))
         while True:
             with trio.move_on_after(_STALL_S) as scope:

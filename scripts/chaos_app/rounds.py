@@ -47,6 +47,7 @@ class Rounds:
         self._rng = rng
         self._deck = Deck(rng, kinds_at(stage.site))
         self._samples: dict[tuple[str, int], list[Sample]] = {}
+        self._filled: dict[tuple[str, int], float] = {}  # bytes in place, by start of a sender
 
     async def run_one(self) -> None:
         """One round."""
@@ -147,8 +148,13 @@ class Rounds:
             open_now = metrics["kvpd_transfers_opened_total"] - metrics["kvpd_transfers_done_total"] - failed
             return not open_now and not metrics["kvpd_in_flight_bytes"]
 
-        if await sender.until(is_clean, FREE_BOUND_S) is None:
+        metrics = await sender.until(is_clean, FREE_BOUND_S)
+        if metrics is None:
             self._tally.problem("leaks", f"{sender.name} does not come to an end:\n" + "\n".join(sender.tail))
+            return
+        start, filled = (sender.name, sender.starts), metrics["kvpd_filled_bytes_total"]
+        self._tally.filled_bytes += int(filled - self._filled.get(start, 0))
+        self._filled[start] = filled
 
     def _judge_processes(self) -> None:
         for process in self._stage.processes:

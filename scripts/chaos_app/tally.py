@@ -22,6 +22,7 @@ class Tally:
     read: int = 0
     failed: Counter[str] = attrs.field(factory=Counter)
     nbytes: int = 0
+    filled_bytes: int = 0  # that engines wrote into receivers' slots in place, as far as their senders lived to tell
     chunks: int = 0
     told: int = 0
     rounds: int = 0
@@ -77,6 +78,7 @@ class Tally:
             "requests_failed": dict(sorted(self.failed.items())),
             "proxy_told": self.told,
             "bytes_verified": self.nbytes,
+            "bytes_filled_in_place": self.filled_bytes,
             "slots_fenced_by_death": self.fenced_by_death,
             "leaks": self.leaks,
             "corruptions": self.corruptions,
@@ -92,7 +94,8 @@ class Tally:
         rows += [(f"fault     {kind}", count) for kind, count in sorted(self.faults.items())]
         rows += [(f"skipped   {kind}", why) for kind, why in sorted(self.skipped.items())]
         rows += [("completed requests", self.sent), ("verified  requests", self.read)]
-        rows += [("verified  bytes", f"{self.nbytes:,}"), ("told      notifications to the proxy", self.told)]
+        rows += [("verified  bytes", f"{self.nbytes:,}"), ("filled    bytes in place", f"{self.filled_bytes:,}")]
+        rows += [("told      notifications to the proxy", self.told)]
         rows += [(f"failed    {code}", count) for code, count in sorted(self.failed.items())]
         rows += [("slots that waited for their sender's death", self.fenced_by_death)]
         must = ("leaks", "corruptions", "hangs", "crashes", "growths", "untold")

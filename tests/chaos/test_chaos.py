@@ -32,13 +32,15 @@ def run_chaos(folder: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(330)
-def test_two_rounds_of_chaos_leave_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["cma", "local"])
+def test_two_rounds_of_chaos_leave_nothing(tmp_path: Path, transport: str) -> None:
     """Real daemons, engines and UCX; what CI does for three minutes, for a moment."""
-    summary = run_chaos(tmp_path, "--rounds", "2", "--transport", "cma", "--seed", "5")
+    summary = run_chaos(tmp_path, "--rounds", "2", "--transport", transport, "--seed", "5")
     assert summary["ok"]
     assert summary["rounds"] == 2
     assert summary["requests_verified"] > 20
     assert summary["bytes_verified"] > 1 << 20
+    assert (summary["bytes_filled_in_place"] > 1 << 20) is (transport == "local")
     assert sum(summary["faults"].values()) >= 4
 
 

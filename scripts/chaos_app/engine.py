@@ -31,6 +31,8 @@ from kvpd.link import TransferEvent
 _CLAIM_TIMEOUT_S: Final = 3.0
 _WAITING_CLAIMS_MAX: Final = 1024
 _RETRY_S: Final = 0.1
+_LATE_SLOTS: Final = 0.01  # this part of all slots is filled late
+_LATE_S: Final = 3.0  # at most by so much
 
 
 class ChangeOfMind(Exception):
@@ -152,6 +154,8 @@ def send(link: SenderLink, request: Request, receiver: str, rng: random.Random) 
                     if number >= gives_up_at:
                         raise ChangeOfMind
                     if slot is not None:
+                        if rng.random() < _LATE_SLOTS:  # slots that were given away meanwhile are written over
+                            time.sleep(rng.random() * _LATE_S)
                         slot[:] = content_of(request.keys[number], request.length(number))
 
 

@@ -70,7 +70,7 @@ class SenderBase:
         if next_at is None:
             self._timers.clear(("repeat", peer.receiver))
         else:
-            self._timers.set(("repeat", peer.receiver), next_at)
+            self._timers.set_by(("repeat", peer.receiver), next_at)
 
     def _hello(self, peer: Peer) -> Hello:
         """What opens a session: nothing older than the transfers we know now will be spoken of in it."""

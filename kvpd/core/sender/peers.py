@@ -282,6 +282,8 @@ class Peers(Ending):
         peer.heartbeats = {n: at for n, at in peer.heartbeats.items() if at + peer.lease_s > now}
         peer.heartbeats[message.message_id] = now
         self._timers.set(("heartbeat", peer.receiver), now + peer.heartbeat_s)
+        # What was acknowledged since the last one: while the receiver answers, nothing wakes only to find it alive.
+        self._timers.set(("fence", peer.receiver), self._fence_at(peer))
         self._send(peer, message)
 
     def _repeat_due(self, peer: Peer, now: float) -> None:

@@ -28,6 +28,18 @@ def test_heartbeats_say_who_lives_and_what_is_being_put() -> None:
     assert (beat.oldest_live, beat.in_flight) == (5, ((5, 2),))
 
 
+def test_nothing_but_heartbeats_wakes_a_sender_whose_receiver_answers() -> None:
+    """An idle daemon's time is its wake-ups: none may be there to find that all is well."""
+    world = SenderWorld()
+    p = world.connect()
+    for _ in range(10):
+        at = world.core.next_deadline()
+        assert at is not None
+        beats = sent_all(world.pass_time(at - world.now), Heartbeat)
+        assert len(beats) == 1
+        p.ack(*beats)
+
+
 def test_with_no_transfer_alive_all_numbers_so_far_are_settled() -> None:
     """The receiver may forget how they ended."""
     world = SenderWorld()

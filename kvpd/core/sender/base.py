@@ -42,7 +42,8 @@ class SenderBase:
         self._overdue: dict[str, int] = {}
         self._lost: list[Peer] = []  # in this step
         self._failures: list[tuple[str, FailNotif]] = []  # of this step, and the proxies that must hear of them
-        self._reconnect_until: dict[str, float] = {}
+        # Receivers with which a session was up and none is now, and when it was lost, the longest ago first.
+        self._lost_since: dict[str, float] = {}
         self._notifier = Notifier(settings)
         self._timers: Timers[Deadline] = Timers()
         self._actions: list[ev.SenderAction] = []

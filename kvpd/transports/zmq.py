@@ -45,9 +45,9 @@ class ZmqLimits:
     handshake_ms: int = 5_000
     reconnect_ms: int = 50
     reconnect_max_ms: int = 1_000
-    # A peer that vanished without a word: the kernel asks it after `silence_s` without traffic, and gives the connection
-    # up when nothing was acknowledged, or nothing read, for so long. The server does so before the client, which
-    # announces the same identity again when it connects anew.
+    # A peer that vanished without a word: after `silence_s` without traffic the kernel asks whether it is there, and it
+    # gives the connection up when nothing was acknowledged, or nothing read, for so long. The server does so before the
+    # client, which announces the same identity again when it connects anew.
     silence_s: int = 2
     server_gives_up_ms: int = 6_000
     client_gives_up_ms: int = 8_000
@@ -233,8 +233,8 @@ class ZmqControl:
         socket.setsockopt(zmq.HANDSHAKE_IVL, limits.handshake_ms)
         socket.setsockopt(zmq.RECONNECT_IVL, limits.reconnect_ms)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, limits.reconnect_max_ms)
-        # Not by libzmq's heartbeats: where a queue is full and its peer resets the connection, libzmq aborts the process
-        # at its next heartbeat. These cost no thread a wake-up, either.
+        # Not by libzmq's heartbeats: where a queue is full and its peer resets the connection, libzmq aborts the
+        # process at the next one. These cost no thread a wake-up, either.
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, limits.silence_s)
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)

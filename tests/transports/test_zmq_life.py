@@ -85,7 +85,7 @@ trio.run(main)
                     with suppress(trio.WouldBlock):
                         server.send_nowait(b"busy", bytes(10_000))
                         rest_until = trio.current_time() + 0.5
-                    await trio.lowlevel.checkpoint()
+                    await trio.sleep(0.005)
             await busy.stdin.aclose()
             assert await busy.wait() == 0
 

@@ -1,7 +1,8 @@
 """Deadlines: many can be set, moved and cleared; the earliest is always at hand.
 
-A key has one deadline at most. Moving one leaves its old entry in the heap, to be skipped when it comes up; the heap
-is rebuilt when such dead entries outnumber the living, so it stays within twice their number.
+A key has one deadline at most. Moving or clearing one leaves its old entry in the heap, to be skipped when it comes up;
+the heap is rebuilt when such dead entries outnumber the living, so it stays within twice their number. Whoever clears
+thousands thus pays for it then, and not whoever asks for the earliest long after.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ class Timers(Generic[K]):
         self._due[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
-        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._due):
-            self._rebuild()
+        self._bound_heap()
+
+    def set_by(self, key: K, at: float) -> None:
+        """`key` is due at `at`, or sooner where that was set before: cheaper, for who then looks again anyway."""
+        due = self._due.get(key)
+        if due is None or due > at:
+            self.set(key, at)
 
     def clear(self, key: K) -> None:
         """`key` is due no more. Harmless when it never was."""
-        self._due.pop(key, None)
+        if self._due.pop(key, None) is not None:
+            self._bound_heap()
 
     def next_at(self) -> float | None:
         """When the earliest is due, or None."""
@@ -50,6 +57,7 @@ class Timers(Generic[K]):
         del self._due[key]
         return key
 
-    def _rebuild(self) -> None:
-        self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
-        heapq.heapify(self._heap)
+    def _bound_heap(self) -> None:
+        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._due):
+            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)

@@ -1,32 +1,30 @@
-"""The scripted daemon as a fixture."""
+"""The scripted daemon, and an engine's link to it, as fixtures."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-try:
-    import torch
-except ImportError:  # its tests are for those who have it
-    torch = None
+from kvpd import client
 
-
-from .harness import DEADLINE_S, Peer, _names
+from .harness import DEADLINE_S, Daemon, Decode, Peer, Prefill, Script, names, says_nothing
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Callable[..., Any]:
-    """`with daemon(script) as path`: the script runs, with one Peer, in a thread; what it raises fails the test."""
+def daemon(tmp_path: Path) -> Daemon:
+    """`with daemon(script) as path`: the script runs, with one Peer, in a thread; what it raises fails the test.
+
+    Behind the script, what the engine still says is read until it has gone.
+    """
 
     @contextmanager
-    def run(script: Callable[[Peer], None], *, greet: bool = True) -> Iterator[Path]:
-        path = tmp_path / f"{next(_names)}.sock"
+    def run(script: Script = says_nothing, *, greet: bool = True) -> Iterator[Path]:
+        path = tmp_path / f"{next(names)}.sock"
         failures: list[BaseException] = []
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(path))
@@ -41,6 +39,8 @@ def daemon(tmp_path: Path) -> Callable[..., Any]:
                     if greet:
                         peer.greet()
                     script(peer)
+                    while peer.next() is not None:
+                        pass
                 except BaseException as exc:  # noqa: BLE001  raised again in the test's own thread
                     failures.append(exc)
                 finally:
@@ -57,3 +57,29 @@ def daemon(tmp_path: Path) -> Callable[..., Any]:
             raise failures[0]
 
     return run
+
+
+@pytest.fixture
+def prefill(daemon: Daemon) -> Prefill:
+    """`with prefill(script) as link`: a prefill engine's link to a daemon that runs this script."""
+
+    @contextmanager
+    def attach(
+        script: Script = says_nothing, *, greet: bool = True, rank: int = 0, group: str = ""
+    ) -> Iterator[client.SenderLink]:
+        with daemon(script, greet=greet) as path, client.connect_sender(path, rank=rank, group=group) as link:
+            yield link
+
+    return attach
+
+
+@pytest.fixture
+def decode(daemon: Daemon) -> Decode:
+    """`with decode(script) as link`: a decode engine's link to a daemon that runs this script."""
+
+    @contextmanager
+    def attach(script: Script = says_nothing, *, greet: bool = True) -> Iterator[client.ReceiverLink]:
+        with daemon(script, greet=greet) as path, client.connect_receiver(path) as link:
+            yield link
+
+    return attach

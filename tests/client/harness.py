@@ -6,12 +6,10 @@ import itertools
 import mmap
 import os
 import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TypeVar
-
-try:
-    import torch
-except ImportError:  # its tests are for those who have it
-    torch = None
 
 from kvpd import client
 from kvpd.link import (
@@ -22,7 +20,10 @@ from kvpd.link import (
     DaemonFrame,
     EngineFrame,
     EngineFrameReader,
+    Open,
     RegionInfo,
+    Stage,
+    Staged,
     encode_frame,
 )
 
@@ -30,7 +31,7 @@ DEADLINE_S = 10.0
 CHUNK_BYTES = 64
 SLOTS = 8
 F = TypeVar("F", bound=EngineFrame)
-_names = itertools.count()
+names = itertools.count()
 
 
 class Peer:
@@ -45,9 +46,9 @@ class Peer:
         self._frames: list[EngineFrame] = []
 
     def next(self) -> EngineFrame | None:
-        """The engine's next frame; None at the end."""
+        """The engine's next frame; None at the end, whoever has ended it."""
         while not self._frames:
-            data = self.connection.recv(65536)
+            data = b"" if self.connection.fileno() < 0 else self.connection.recv(65536)
             if not data:
                 return None
             self._frames += self._reader.feed(data)
@@ -61,6 +62,17 @@ class Peer:
 
     def send(self, *frames: DaemonFrame) -> None:
         self.connection.sendall(b"".join(encode_frame(frame) for frame in frames))
+
+    def stage(self, *slots: int) -> int:
+        """The engine opens a transfer and is given these slots for its first batch, all of it: the transfer."""
+        transfer = self.expect(Open).transfer
+        self.expect(Stage)
+        self.send(Staged(transfer, 0, 0, 0, slots, True))
+        return transfer
+
+    def hang_up(self) -> None:
+        """As a daemon that dies does."""
+        self.connection.close()
 
     def greet(self, *behind: DaemonFrame) -> Attach:
         """Answer Attach as a daemon with one region does; `behind` comes in the same breath."""
@@ -96,10 +108,14 @@ def keys(count: int) -> list[bytes]:
     return [b"key-%d" % number for number in range(count)]
 
 
-def until_end(peer: Peer) -> None:
-    """Read whatever the engine still says."""
-    while peer.next() is not None:
-        pass
+Script = Callable[[Peer], None]
+Daemon = Callable[..., AbstractContextManager[Path]]
+Prefill = Callable[..., AbstractContextManager[client.SenderLink]]
+Decode = Callable[..., AbstractContextManager[client.ReceiverLink]]
+
+
+def says_nothing(peer: Peer) -> None:
+    """A daemon that lets its engine talk."""
 
 
 def fill(slots: client.Staging, *, first: int = 0) -> None:

@@ -10,21 +10,11 @@ import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-try:
-    import torch
-except ImportError:  # its tests are for those who have it
-    torch = None
-
 from kvpd import client
-from kvpd.errors import (
-    LocalProtocolError,
-    RemoteProtocolError,
-    TransportError,
-)
+from kvpd.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from kvpd.link import (
     LINK_VERSION,
     Attach,
@@ -42,7 +32,7 @@ from kvpd.link import (
     encode_frame,
 )
 
-from .harness import CHUNK_BYTES, DEADLINE_S, GOOD, SLOTS, Peer, chunk, send_one, until_end
+from .harness import CHUNK_BYTES, DEADLINE_S, GOOD, SLOTS, Daemon, Decode, Peer, Prefill, chunk, send_one
 
 
 def test_the_client_needs_neither_trio_nor_torch_nor_zmq() -> None:
@@ -57,14 +47,11 @@ def test_the_client_needs_neither_trio_nor_torch_nor_zmq() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_p73_attaching_maps_the_buffer_and_keeps_no_descriptor_open_to_children(daemon: Any) -> None:
+def test_p73_attaching_maps_the_buffer_and_keeps_no_descriptor_open_to_children(prefill: Prefill) -> None:
     """A child that inherits the descriptor keeps a dead daemon's memory alive."""
 
-    def script(peer: Peer) -> None:
-        until_end(peer)
-
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill() as link:
         assert (link.name, link.chunk_bytes, link.chunk_tokens) == ("test", CHUNK_BYTES, 256)
         for descriptor in set(os.listdir("/proc/self/fd")) - before:  # noqa: PTH208
             with suppress(OSError):  # the directory's own, closed by now
@@ -81,9 +68,9 @@ def test_no_daemon_is_an_error_that_names_the_path(tmp_path: Path) -> None:
         client.connect_sender(tmp_path / ("x" * 200))
 
 
-def test_p13_a_daemon_that_does_not_answer_is_not_waited_for(daemon: Any) -> None:
+def test_p13_a_daemon_that_does_not_answer_is_not_waited_for(daemon: Daemon) -> None:
     """A handshake has a deadline."""
-    with daemon(until_end, greet=False) as path, pytest.raises(TransportError, match=r"did not answer within 0\.1 s"):
+    with daemon(greet=False) as path, pytest.raises(TransportError, match=r"did not answer within 0\.1 s"):
         client.connect_receiver(path, timeout=0.1)
 
 
@@ -93,13 +80,12 @@ def test_the_name_of_a_group_has_a_bound(tmp_path: Path) -> None:
         client.connect_sender(tmp_path / "any.sock", group="g" * 129)
 
 
-def test_a_refusal_to_attach_is_told(daemon: Any) -> None:
+def test_a_refusal_to_attach_is_told(daemon: Daemon) -> None:
     """Engines are pointed at the wrong socket now and then."""
 
     def script(peer: Peer) -> None:
         assert peer.expect(Attach) == Attach(LINK_VERSION, "receiver", 3)
         peer.send(Rejected("this is a sender"))
-        until_end(peer)
 
     with daemon(script, greet=False) as path, pytest.raises(LocalProtocolError, match="this is a sender"):
         client.connect_receiver(path, rank=3)
@@ -122,13 +108,12 @@ def test_a_refusal_to_attach_is_told(daemon: Any) -> None:
         (Attached(LINK_VERSION, "test", CHUNK_BYTES, 256, (RegionInfo(0, 64, "cuda:0"),)), "only cpu regions"),
     ],
 )
-def test_a_greeting_that_makes_no_sense_is_refused(daemon: Any, answer: DaemonFrame, match: str) -> None:
+def test_a_greeting_that_makes_no_sense_is_refused(daemon: Daemon, answer: DaemonFrame, match: str) -> None:
     """A mapping beyond the end of a file kills the engine at the first touch."""
 
     def script(peer: Peer) -> None:
         peer.expect(Attach)
         socket.send_fds(peer.connection, [encode_frame(answer)], [peer.memory])
-        until_end(peer)
 
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with daemon(script, greet=False) as path, pytest.raises(RemoteProtocolError, match=match):
@@ -136,19 +121,18 @@ def test_a_greeting_that_makes_no_sense_is_refused(daemon: Any, answer: DaemonFr
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-def test_an_unknown_rank_is_refused(daemon: Any) -> None:
+def test_an_unknown_rank_is_refused(daemon: Daemon) -> None:
     """Another rank's buffer holds another rank's heads."""
 
     def script(peer: Peer) -> None:
         peer.expect(Attach)
         socket.send_fds(peer.connection, [encode_frame(GOOD)], [peer.memory])
-        until_end(peer)
 
     with daemon(script, greet=False) as path, pytest.raises(LocalProtocolError, match=r"no region for rank 1, only"):
         client.connect_sender(path, rank=1)
 
 
-def test_a_rank_maps_its_own_window_of_the_file(daemon: Any) -> None:
+def test_a_rank_maps_its_own_window_of_the_file(prefill: Prefill) -> None:
     """What lies before and behind it is other ranks', and stays out of reach of this one's mistakes."""
     length = CHUNK_BYTES * SLOTS
     offset = mmap.ALLOCATIONGRANULARITY
@@ -165,21 +149,19 @@ def test_a_rank_maps_its_own_window_of_the_file(daemon: Any) -> None:
         peer.expect(Filled)
         assert os.pread(peer.memory, 3 * offset, 0).rstrip(b"\0") == bytes(offset + 2 * CHUNK_BYTES) + chunk(0)
         peer.send(Ended(opened.transfer))
-        until_end(peer)
 
-    with daemon(script, greet=False) as path, client.connect_sender(path, rank=1, group="engine-a") as link:
+    with prefill(script, greet=False, rank=1, group="engine-a") as link:
         send_one(link)
 
 
-def test_what_comes_right_behind_the_greeting_is_not_lost(daemon: Any) -> None:
+def test_what_comes_right_behind_the_greeting_is_not_lost(decode: Decode) -> None:
     """A stream knows no frames: the first event may be in the greeting's own packet."""
     event = TransferEvent("ready", "r", "s", 1, 2)
 
     def script(peer: Peer) -> None:
         peer.greet(event)
-        until_end(peer)
 
-    with daemon(script, greet=False) as path, client.connect_receiver(path) as link:
+    with decode(script, greet=False) as link:
         assert next(link.events(DEADLINE_S)) == event
 
 

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
 
 import numpy as np
 import pytest
 
-try:
-    import torch
-except ImportError:  # its tests are for those who have it
-    torch = None
-
 from kvpd import client
-from kvpd.errors import (
-    ErrorCode,
-    LocalProtocolError,
-    TransferFailed,
-)
+from kvpd.errors import ErrorCode, LocalProtocolError, TransferFailed
 from kvpd.link import (
     CancelRequest,
     Claim,
@@ -33,10 +23,10 @@ from kvpd.link import (
     TransferEvent,
 )
 
-from .harness import CHUNK_BYTES, DEADLINE_S, SLOTS, Peer, chunk, until_end
+from .harness import CHUNK_BYTES, DEADLINE_S, SLOTS, Daemon, Decode, Peer, chunk
 
 
-def test_a_claim_gives_the_chunks_in_order_and_gives_them_back(daemon: Any) -> None:
+def test_a_claim_gives_the_chunks_in_order_and_gives_them_back(decode: Decode) -> None:
     """Views without a copy, read-only because deduplicated chunks are shared, and invalid afterwards."""
 
     def script(peer: Peer) -> None:
@@ -47,9 +37,8 @@ def test_a_claim_gives_the_chunks_in_order_and_gives_them_back(daemon: Any) -> N
         peer.send(Claimed(claim.claim, "s", 7, 0, first, False))
         peer.send(Claimed(claim.claim, "s", 7, 2, (ClaimedChunk(b"k2", 6, 5),), True))
         assert peer.expect(Release) == Release(claim.claim)
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_receiver(path) as link:
+    with decode(script) as link:
         with link.claim("r", 5, sender_id="s") as chunks:
             assert (len(chunks), chunks.sender_id, chunks.transfer_no) == (3, "s", 7)
             assert [(c.key, c.index, bytes(c.view)) for c in chunks] == [
@@ -68,14 +57,13 @@ def test_a_claim_gives_the_chunks_in_order_and_gives_them_back(daemon: Any) -> N
         assert len(chunks) == 0
 
 
-def test_an_array_that_outlives_its_claim_does_no_harm_to_the_link(daemon: Any) -> None:
+def test_an_array_that_outlives_its_claim_does_no_harm_to_the_link(daemon: Daemon) -> None:
     """A loop's variable lives on after the loop; that must not turn a success into an exception."""
 
     def script(peer: Peer) -> None:
         claim = peer.expect(Claim)
         peer.send(Claimed(claim.claim, "s", 1, 0, (ClaimedChunk(b"k", 0, CHUNK_BYTES),), True))
         peer.expect(Release)
-        until_end(peer)
 
     with daemon(script) as path:
         with client.connect_receiver(path) as link, link.claim("r", 5) as chunks:
@@ -83,23 +71,22 @@ def test_an_array_that_outlives_its_claim_does_no_harm_to_the_link(daemon: Any) 
         assert array.sum() == 0  # the memory is still mapped, whosever it is
 
 
-def test_a_failed_claim_is_a_typed_error(daemon: Any) -> None:
+def test_a_failed_claim_is_a_typed_error(decode: Decode) -> None:
     """What an engine does next depends on why."""
 
     def script(peer: Peer) -> None:
         for code in (ErrorCode.CLAIM_TIMEOUT, ErrorCode.CLAIMED, ErrorCode.AMBIGUOUS_REQUEST):
             peer.send(ClaimFailed(peer.expect(Claim).claim, LinkError(code, "so it is")))
             peer.expect(Release)
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_receiver(path) as link:
+    with decode(script) as link:
         for code in (ErrorCode.CLAIM_TIMEOUT, ErrorCode.CLAIMED, ErrorCode.AMBIGUOUS_REQUEST):
             with pytest.raises(TransferFailed, match="so it is") as failed, link.claim("r", 5):
                 pass
             assert failed.value.code is code
 
 
-def test_a_silent_daemon_does_not_hold_a_claim(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_daemon_does_not_hold_a_claim(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline is the engine's, whoever keeps it; and what comes too late was given back before."""
     monkeypatch.setattr("kvpd.client._receiver.ANSWER_GRACE_S", 0.05)
 
@@ -108,27 +95,24 @@ def test_a_silent_daemon_does_not_hold_a_claim(daemon: Any, monkeypatch: pytest.
         assert peer.expect(Release) == Release(claim.claim)
         peer.send(Claimed(claim.claim, "s", 1, 0, (ClaimedChunk(b"k", 0, 1),), True))
         peer.send(Stats(peer.expect(StatsRequest).call, {}))
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_receiver(path) as link:
+    with decode(script) as link:
         with pytest.raises(TransferFailed, match=r"'r' is not complete within 0 s") as failed, link.claim("r", 0):
             pass
         assert failed.value.code is ErrorCode.CLAIM_TIMEOUT
         assert link.stats() == {}
 
 
-def test_an_interrupted_claim_is_released(daemon: Any) -> None:
+def test_an_interrupted_claim_is_released(decode: Decode) -> None:
     """Ctrl-C in an engine must not leave a request claimed until the engine dies."""
 
     def script(peer: Peer) -> None:
         claim = peer.expect(Claim)
         os.kill(os.getpid(), signal.SIGINT)
         assert peer.expect(Release) == Release(claim.claim)
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_receiver(path) as link,
+        decode(script) as link,
         pytest.raises(KeyboardInterrupt),
         link.claim("r", 60),
     ):
@@ -136,20 +120,16 @@ def test_an_interrupted_claim_is_released(daemon: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), 1e10])
-def test_p91_an_impossible_claim_timeout_is_refused(daemon: Any, timeout: float) -> None:
+def test_p91_an_impossible_claim_timeout_is_refused(decode: Decode, timeout: float) -> None:
     """The meaning of 0 is documented, that of -1 is none."""
-    with (
-        daemon(until_end) as path,
-        client.connect_receiver(path) as link,
-        pytest.raises(LocalProtocolError, match="timeout of"),
-    ):
+    with decode() as link, pytest.raises(LocalProtocolError, match="timeout of"):
         link.claim("r", timeout)
 
 
 # ------------------------------------------------------------------ events, counters, cancelling by name
 
 
-def test_events_are_pushed_and_the_oldest_go_first_when_nobody_takes_them(daemon: Any) -> None:
+def test_events_are_pushed_and_the_oldest_go_first_when_nobody_takes_them(decode: Decode) -> None:
     """An engine's scheduler answers from memory; one that never asks must not fill it."""
     total = 1030
 
@@ -159,9 +139,8 @@ def test_events_are_pushed_and_the_oldest_go_first_when_nobody_takes_them(daemon
         peer.send(Stats(peer.expect(StatsRequest).call, {}))
         peer.send(Stats(peer.expect(StatsRequest).call, {}))
         peer.send(TransferEvent("failed", "r", "s", total, 1, LinkError(ErrorCode.REVOKED)))
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_receiver(path) as link:
+    with decode(script) as link:
         link.stats()  # answered behind the events
         assert link.events_dropped == total - 1024
         assert [event.transfer_no for event in link.events(timeout=0)] == list(range(total - 1024, total))
@@ -172,7 +151,7 @@ def test_events_are_pushed_and_the_oldest_go_first_when_nobody_takes_them(daemon
         assert list(link.events(timeout=0.01)) == []
 
 
-def test_cancel_by_name_needs_no_handle_and_never_raises(daemon: Any) -> None:
+def test_cancel_by_name_needs_no_handle_and_never_raises(daemon: Daemon) -> None:
     """The thread that learns of an abort is seldom the one that holds the transfer."""
 
     def script(peer: Peer) -> None:
@@ -188,12 +167,8 @@ def test_cancel_by_name_needs_no_handle_and_never_raises(daemon: Any) -> None:
         link.cancel("r")
 
 
-def test_p85_a_daemon_without_counters_is_not_waited_for(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p85_a_daemon_without_counters_is_not_waited_for(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Telemetry must not stop an engine."""
     monkeypatch.setattr("kvpd.client._link.STATS_TIMEOUT_S", 0.05)
-    with (
-        daemon(until_end) as path,
-        client.connect_receiver(path) as link,
-        pytest.raises(TransferFailed, match="gave no counters"),
-    ):
+    with decode() as link, pytest.raises(TransferFailed, match="gave no counters"):
         link.stats()

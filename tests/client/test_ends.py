@@ -10,18 +10,8 @@ from typing import Any
 
 import pytest
 
-try:
-    import torch
-except ImportError:  # its tests are for those who have it
-    torch = None
-
 from kvpd import client
-from kvpd.errors import (
-    ErrorCode,
-    LocalProtocolError,
-    TransferError,
-    TransferFailed,
-)
+from kvpd.errors import ErrorCode, LocalProtocolError, TransferError, TransferFailed
 from kvpd.link import (
     Claim,
     Claimed,
@@ -40,11 +30,24 @@ from kvpd.link import (
     encode_frame,
 )
 
-from .harness import CHUNK_BYTES, DEADLINE_S, SLOTS, Peer, chunk, claim_and_leave, fill, keys, send_one, until_end
+from .harness import (
+    CHUNK_BYTES,
+    DEADLINE_S,
+    SLOTS,
+    Daemon,
+    Decode,
+    Peer,
+    Prefill,
+    chunk,
+    claim_and_leave,
+    fill,
+    keys,
+    send_one,
+)
 
 
 @pytest.mark.parametrize("call", ["stage", "leave", "claim", "events"])
-def test_a_dead_daemon_ends_every_call_that_waits(daemon: Any, call: str) -> None:
+def test_a_dead_daemon_ends_every_call_that_waits(daemon: Daemon, call: str) -> None:
     """An engine that waits for a daemon that is gone is gone too."""
 
     def script(peer: Peer) -> None:
@@ -56,6 +59,7 @@ def test_a_dead_daemon_ends_every_call_that_waits(daemon: Any, call: str) -> Non
                 peer.expect(Filled)
         elif call == "claim":
             peer.expect(Claim)
+        peer.hang_up()
 
     with daemon(script) as path:
         link = client.connect_sender(path) if call in ("stage", "leave") else client.connect_receiver(path)
@@ -95,14 +99,13 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_a_daemon_that_makes_no_sense_is_left(daemon: Any, name: str) -> None:
+def test_a_daemon_that_makes_no_sense_is_left(daemon: Daemon, name: str) -> None:
     """A slot that is not ours must not be written because a daemon said so."""
 
     def script(peer: Peer) -> None:
         assert peer.expect(Open).transfer == 1
         peer.expect(Stage)
         peer.connection.sendall(GARBAGE[name])
-        until_end(peer)
 
     with daemon(script) as path, client.connect_sender(path) as link:
         with pytest.raises(TransferFailed, match=str(path)) as failed:
@@ -119,20 +122,19 @@ def test_a_daemon_that_makes_no_sense_is_left(daemon: Any, name: str) -> None:
         (ClaimedChunk(b"k", 0, 0),),
     ],
 )
-def test_a_claim_of_what_does_not_exist_is_not_believed(daemon: Any, chunks: tuple[ClaimedChunk, ...]) -> None:
+def test_a_claim_of_what_does_not_exist_is_not_believed(decode: Decode, chunks: tuple[ClaimedChunk, ...]) -> None:
     """A view beyond the chunk is a view of somebody else's."""
 
     def script(peer: Peer) -> None:
         peer.send(Claimed(peer.expect(Claim).claim, "s", 1, 0, chunks, True))
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_receiver(path) as link:
+    with decode(script) as link:
         with pytest.raises(TransferFailed) as failed, link.claim("r", 5):
             pass
         assert failed.value.code is ErrorCode.PROTOCOL_ERROR
 
 
-def test_a_closed_link_refuses_and_its_waiting_calls_end(daemon: Any) -> None:
+def test_a_closed_link_refuses_and_its_waiting_calls_end(daemon: Daemon) -> None:
     """Shutting an engine down must not need its daemon's help."""
 
     def script(peer: Peer) -> None:
@@ -170,14 +172,12 @@ def test_a_closed_link_refuses_and_its_waiting_calls_end(daemon: Any) -> None:
         link.close()
 
 
-def test_closing_waits_for_whoever_still_writes(daemon: Any) -> None:
+def test_closing_waits_for_whoever_still_writes(daemon: Daemon) -> None:
     """The daemon gives a slot away when it is told that nobody writes it any more: that must be true."""
     closed = threading.Event()
 
     def script(peer: Peer) -> None:
-        transfer = peer.expect(Open).transfer
-        peer.expect(Stage)
-        peer.send(Staged(transfer, 0, 0, 0, (0,), True))
+        transfer = peer.stage(0)
         assert closed.wait(DEADLINE_S)
         assert peer.expect(Close) == Close(transfer)
         assert peer.slot(0) == chunk(0)
@@ -198,14 +198,13 @@ def test_closing_waits_for_whoever_still_writes(daemon: Any) -> None:
             close_and_fill(link, slots)
 
 
-def test_p73_a_forked_child_is_refused_and_does_no_harm(daemon: Any) -> None:
+def test_p73_a_forked_child_is_refused_and_does_no_harm(prefill: Prefill) -> None:
     """Two processes on one stream cut each other's frames."""
 
     def script(peer: Peer) -> None:
         peer.expect(Open)
         peer.send(Stats(peer.expect(StatsRequest).call, {"alive": 1.0}))
         assert isinstance(peer.next(), Close)
-        until_end(peer)
 
     def in_child(link: client.SenderLink, transfer: client.Transfer) -> None:
         calls: list[Callable[[], Any]] = [link.stats, transfer.touch, lambda: transfer.stage(keys(1))]
@@ -218,7 +217,7 @@ def test_p73_a_forked_child_is_refused_and_does_no_harm(daemon: Any) -> None:
         transfer.__exit__(None, None, None)
         link.close()
 
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill(script) as link:
         transfer = link.open("r", receiver="d:1", total_chunks=1)
         child = os.fork()
         if child == 0:

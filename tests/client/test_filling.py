@@ -16,27 +16,13 @@ except ImportError:  # its tests are for those who have it
     torch = None
 
 from kvpd import client
-from kvpd.errors import (
-    AdmissionRefused,
-    ErrorCode,
-    LocalProtocolError,
-    TransferFailed,
-)
-from kvpd.link import (
-    Cancel,
-    Close,
-    Ended,
-    Filled,
-    LinkError,
-    Open,
-    Stage,
-    Staged,
-)
+from kvpd.errors import AdmissionRefused, ErrorCode, LocalProtocolError, TransferFailed
+from kvpd.link import Cancel, Close, Ended, Filled, LinkError, Open, Stage, Staged
 
-from .harness import CHUNK_BYTES, Peer, chunk, fill, fill_some, keys, send_one, stage_and_fill, until_end
+from .harness import CHUNK_BYTES, Peer, Prefill, chunk, fill, fill_some, keys, send_one, stage_and_fill
 
 
-def test_a_request_travels_whole(daemon: Any) -> None:
+def test_a_request_travels_whole(prefill: Prefill) -> None:
     """The main road: open and stage leave together, the slots hold the engine's bytes, leaving waits for the end."""
 
     def script(peer: Peer) -> None:
@@ -50,11 +36,9 @@ def test_a_request_travels_whole(daemon: Any) -> None:
         assert peer.slot(2, 11) == chunk(2, 10) + b"\0"
         peer.send(Ended(opened.transfer))
         assert peer.expect(Close) == Close(opened.transfer)
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
+        prefill(script) as link,
         link.open("r", receiver="d:1", total_chunks=3, notify="p:2") as transfer,
         transfer.stage(keys(3), last_chunk_bytes=10) as slots,
     ):
@@ -62,7 +46,7 @@ def test_a_request_travels_whole(daemon: Any) -> None:
         fill(slots)
 
 
-def test_pieces_are_filled_one_after_the_other(daemon: Any) -> None:
+def test_pieces_are_filled_one_after_the_other(prefill: Prefill) -> None:
     """A batch larger than the staging buffer: the second piece's slots are the first one's, and come after it left."""
 
     def script(peer: Peer) -> None:
@@ -73,11 +57,9 @@ def test_pieces_are_filled_one_after_the_other(daemon: Any) -> None:
             assert peer.expect(Filled).piece == piece
             assert [peer.slot(index) for index in slots] == [chunk(first + n) for n in range(len(slots))]
         peer.send(Ended(transfer))
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
+        prefill(script) as link,
         link.open("r", receiver="d:1", total_chunks=5) as transfer,
         transfer.stage(keys(5)) as slots,
     ):
@@ -92,7 +74,7 @@ def test_pieces_are_filled_one_after_the_other(daemon: Any) -> None:
             kept[0].view  # noqa: B018
 
 
-def test_every_kind_of_memory_fills_a_slot(daemon: Any) -> None:
+def test_every_kind_of_memory_fills_a_slot(prefill: Prefill) -> None:
     """Engines hold their KV in numpy arrays and torch tensors of many types, bfloat16 and fp8 among them."""
     values: list[Any] = [
         chunk(0),
@@ -110,17 +92,14 @@ def test_every_kind_of_memory_fills_a_slot(daemon: Any) -> None:
 
     def script(peer: Peer) -> None:
         for _ in values:
-            transfer = peer.expect(Open).transfer
-            peer.expect(Stage)
-            peer.send(Staged(transfer, 0, 0, 0, (3,), True))
+            transfer = peer.stage(3)
             peer.expect(Filled)
             assert peer.slot(3) == chunk(0)
             peer.buffer[:] = bytes(len(peer.buffer))
             peer.send(Ended(transfer))
             peer.expect(Close)
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill(script) as link:
         for value in values:
             with link.open("r", receiver="d:1", total_chunks=1) as transfer, transfer.stage(keys(1)) as slots:
                 for slot in slots:
@@ -128,21 +107,17 @@ def test_every_kind_of_memory_fills_a_slot(daemon: Any) -> None:
                     slot[:] = value
 
 
-def test_a_slot_can_be_filled_in_place(daemon: Any) -> None:
+def test_a_slot_can_be_filled_in_place(prefill: Prefill) -> None:
     """A kernel that writes its output there saves a copy."""
 
     def script(peer: Peer) -> None:
-        transfer = peer.expect(Open).transfer
-        peer.expect(Stage)
-        peer.send(Staged(transfer, 0, 0, 0, (0,), True))
+        transfer = peer.stage(0)
         peer.expect(Filled)
         assert peer.slot(0) == chunk(7)
         peer.send(Ended(transfer))
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
+        prefill(script) as link,
         link.open("r", receiver="d:1", total_chunks=1) as transfer,
         transfer.stage(keys(1)) as slots,
     ):
@@ -152,22 +127,18 @@ def test_a_slot_can_be_filled_in_place(daemon: Any) -> None:
 
 
 @contextmanager
-def one_slot(daemon: Any) -> Iterator[client.Slot]:
+def one_slot(prefill: Prefill) -> Iterator[client.Slot]:
     """A slot that is written properly in the end: no refusal may have spoilt it."""
 
     def script(peer: Peer) -> None:
-        transfer = peer.expect(Open).transfer
-        peer.expect(Stage)
-        peer.send(Staged(transfer, 0, 0, 0, (0,), True))
+        transfer = peer.stage(0)
         peer.expect(Filled)
         assert peer.slot(0) == chunk(0)
         peer.send(Ended(transfer))
         peer.expect(Close)
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
+        prefill(script) as link,
         link.open("r", receiver="d:1", total_chunks=1) as transfer,
         transfer.stage(keys(1)) as slots,
     ):
@@ -178,15 +149,15 @@ def one_slot(daemon: Any) -> Iterator[client.Slot]:
 
 
 @pytest.mark.parametrize("length", [0, CHUNK_BYTES - 1, CHUNK_BYTES + 1])
-def test_a_wrong_length_is_refused_with_both_numbers(daemon: Any, length: int) -> None:
+def test_a_wrong_length_is_refused_with_both_numbers(prefill: Prefill, length: int) -> None:
     """Half a chunk is wrong tokens, too much of one is somebody else's chunk."""
-    with one_slot(daemon) as slot:
+    with one_slot(prefill) as slot:
         for value in (bytes(length), np.zeros(length, np.uint8)):
             with pytest.raises(LocalProtocolError, match=f"{length} bytes for a chunk of {CHUNK_BYTES} bytes"):
                 slot[:] = value
 
 
-def test_what_cannot_be_copied_straight_is_refused(daemon: Any) -> None:
+def test_what_cannot_be_copied_straight_is_refused(prefill: Prefill) -> None:
     """A hidden copy would cost what this interface is there to save."""
 
     class OnGpu:
@@ -195,7 +166,7 @@ def test_what_cannot_be_copied_straight_is_refused(daemon: Any) -> None:
         def data_ptr(self) -> int:
             raise AssertionError("asked for an address on another device")
 
-    with one_slot(daemon) as slot:
+    with one_slot(prefill) as slot:
         for value in (np.zeros((CHUNK_BYTES, 2), np.uint8)[:, 0], memoryview(bytes(2 * CHUNK_BYTES))[::2]):
             with pytest.raises(LocalProtocolError, match="not contiguous"):
                 slot[:] = value
@@ -208,20 +179,16 @@ def test_what_cannot_be_copied_straight_is_refused(daemon: Any) -> None:
                 slot[where] = bytes(1)  # type: ignore[index]
 
 
-def test_a_slot_that_nobody_wrote_is_never_sent(daemon: Any) -> None:
+def test_a_slot_that_nobody_wrote_is_never_sent(prefill: Prefill) -> None:
     """What an earlier request left in the slot would be decoded as this one's."""
 
     def script(peer: Peer) -> None:
-        transfer = peer.expect(Open).transfer
-        peer.expect(Stage)
-        peer.send(Staged(transfer, 0, 0, 0, (0, -1, 1), True))
+        peer.stage(0, -1, 1)
         peer.expect(Cancel)
         peer.expect(Close)
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
+        prefill(script) as link,
         pytest.raises(LocalProtocolError, match="chunk 2 of a stage of 3 was never written"),
         link.open("r", receiver="d:1", total_chunks=3) as transfer,
         transfer.stage(keys(3)) as slots,
@@ -229,7 +196,7 @@ def test_a_slot_that_nobody_wrote_is_never_sent(daemon: Any) -> None:
         fill_some(slots, 1)
 
 
-def test_a_stage_that_is_left_early_is_cancelled(daemon: Any) -> None:
+def test_a_stage_that_is_left_early_is_cancelled(prefill: Prefill) -> None:
     """`break` in the loop must not look like success."""
 
     def script(peer: Peer) -> None:
@@ -238,11 +205,9 @@ def test_a_stage_that_is_left_early_is_cancelled(daemon: Any) -> None:
         peer.send(Staged(transfer, 0, 0, 0, (0,), False))
         peer.expect(Cancel)
         peer.expect(Close)
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
+        prefill(script) as link,
         pytest.raises(LocalProtocolError, match="a stage of 2 chunks was left after 1"),
         link.open("r", receiver="d:1", total_chunks=2) as transfer,
         transfer.stage(keys(2)) as slots,
@@ -250,7 +215,7 @@ def test_a_stage_that_is_left_early_is_cancelled(daemon: Any) -> None:
         fill_some(slots, 1)
 
 
-def test_a_transfer_that_is_left_incomplete_is_an_error(daemon: Any) -> None:
+def test_a_transfer_that_is_left_incomplete_is_an_error(prefill: Prefill) -> None:
     """It could never complete, and waiting for it would be waiting for ever."""
 
     def script(peer: Peer) -> None:
@@ -258,9 +223,8 @@ def test_a_transfer_that_is_left_incomplete_is_an_error(daemon: Any) -> None:
             peer.expect(Open)
             frame = peer.next()
             assert isinstance(frame, Close) or isinstance(peer.next(), Close)
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill(script) as link:
         with (
             pytest.raises(LocalProtocolError, match="0 of 3 chunks staged"),
             link.open("r", receiver="d:1", total_chunks=3),
@@ -273,7 +237,7 @@ def test_a_transfer_that_is_left_incomplete_is_an_error(daemon: Any) -> None:
             transfer.stage(keys(3))
 
 
-def test_a_refusal_is_raised_by_stage_and_again_by_later_ones(daemon: Any) -> None:
+def test_a_refusal_is_raised_by_stage_and_again_by_later_ones(prefill: Prefill) -> None:
     """open() never waits, so the refusal comes where the engine next looks, with all that it needs to decide."""
     error = LinkError(ErrorCode.QUEUE_FULL, "1024 wait", 0.5)
 
@@ -282,9 +246,8 @@ def test_a_refusal_is_raised_by_stage_and_again_by_later_ones(daemon: Any) -> No
         peer.expect(Stage)
         peer.send(Ended(transfer, error))
         peer.expect(Close)
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill(script) as link:
         transfer = link.open("r", receiver="d:1", total_chunks=2)
         with pytest.raises(AdmissionRefused, match="1024 wait") as refused:
             stage_and_fill(transfer, 1)
@@ -295,21 +258,14 @@ def test_a_refusal_is_raised_by_stage_and_again_by_later_ones(daemon: Any) -> No
         transfer.cancel()
 
 
-def test_a_failure_while_leaving_is_raised(daemon: Any) -> None:
+def test_a_failure_while_leaving_is_raised(prefill: Prefill) -> None:
     """Leaving without an exception means success, and nothing else does."""
 
     def script(peer: Peer) -> None:
-        transfer = peer.expect(Open).transfer
-        peer.expect(Stage)
-        peer.send(Staged(transfer, 0, 0, 0, (0,), True))
+        transfer = peer.stage(0)
         peer.expect(Filled)
         peer.send(Ended(transfer, LinkError(ErrorCode.REVOKED, "the receiver has rolled it back")))
         peer.expect(Close)
-        until_end(peer)
 
-    with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
-        pytest.raises(TransferFailed, match="rolled it back"),
-    ):
+    with prefill(script) as link, pytest.raises(TransferFailed, match="rolled it back"):
         send_one(link)

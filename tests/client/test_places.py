@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpd import client
 from kvpd.errors import ErrorCode, RemoteProtocolError, TransferFailed
 from kvpd.link import (
     LINK_VERSION,
@@ -29,7 +28,19 @@ from kvpd.link import (
     TransferEvent,
 )
 
-from .harness import CHUNK_BYTES, DEADLINE_S, SLOTS, Peer, chunk, keys, send_one, stage_and_fill, until_end
+from .harness import (
+    CHUNK_BYTES,
+    DEADLINE_S,
+    SLOTS,
+    Daemon,
+    Decode,
+    Peer,
+    Prefill,
+    chunk,
+    keys,
+    send_one,
+    stage_and_fill,
+)
 
 SAID = TransferEvent("ready", "any", "s", 1, 1)  # whoever hears of it has heard what was said before
 
@@ -67,10 +78,9 @@ class Receiver:
         frame = peer.next()
         self.slots = [peer.slot(n) for n in range(SLOTS)]
         self.has_let_go = isinstance(frame, LetGo)
-        until_end(peer)
 
 
-def test_slots_of_a_receiver_are_filled_there(daemon: Any) -> None:
+def test_slots_of_a_receiver_are_filled_there(daemon: Daemon, prefill: Prefill) -> None:
     """The engine says for whom it writes, keeps one mapping for all of its transfers, and lets go when all is over."""
     receiver = Receiver()
     with daemon(receiver, greet=False) as share:
@@ -83,9 +93,8 @@ def test_slots_of_a_receiver_are_filled_there(daemon: Any) -> None:
             finish(peer, transfer)
             assert not any(peer.slot(n).strip(b"\0") for n in range(SLOTS)), "nothing was staged"
             peer.send(PlaceGone(4), SAID)
-            until_end(peer)
 
-        with daemon(script) as path, client.connect_sender(path) as link:
+        with prefill(script) as link:
             with link.open("r", receiver="d:1", total_chunks=2) as transfer:
                 stage_and_fill(transfer, 2)
             send_one(link)
@@ -95,7 +104,7 @@ def test_slots_of_a_receiver_are_filled_there(daemon: Any) -> None:
     assert receiver.has_let_go
 
 
-def test_a_place_that_is_gone_is_let_go_of_when_its_last_transfer_was_left(daemon: Any) -> None:
+def test_a_place_that_is_gone_is_let_go_of_when_its_last_transfer_was_left(daemon: Daemon, prefill: Prefill) -> None:
     """Its slots are the transfer's until then, whatever the daemon says."""
     receiver = Receiver()
     is_mapped = threading.Event()
@@ -106,11 +115,9 @@ def test_a_place_that_is_gone_is_let_go_of_when_its_last_transfer_was_left(daemo
             assert is_mapped.wait(DEADLINE_S)
             peer.send(PlaceGone(4), Ended(transfer, LinkError(ErrorCode.PEER_LOST, "the session is over")), SAID)
             assert peer.expect(Close) == Close(transfer)
-            until_end(peer)
 
         with (  # noqa: PT012  leaving raises
-            daemon(script) as path,
-            client.connect_sender(path) as link,
+            prefill(script) as link,
             pytest.raises(TransferFailed, match="the session is over"),
             link.open("r", receiver="d:1", total_chunks=1) as transfer,
             transfer.stage(keys(1)) as slots,
@@ -125,32 +132,32 @@ def test_a_place_that_is_gone_is_let_go_of_when_its_last_transfer_was_left(daemo
     assert receiver.slots[6] == chunk(5)
 
 
-def test_the_end_of_the_link_lets_go_of_what_nobody_uses(daemon: Any) -> None:
+def test_the_end_of_the_link_lets_go_of_what_nobody_uses(daemon: Daemon, prefill: Prefill) -> None:
     """A daemon that died says nothing of its places."""
     receiver = Receiver()
-    with (
-        daemon(receiver, greet=False) as share,
-        daemon(lambda peer: finish(peer, grant(peer, share, 6))) as path,
-        client.connect_sender(path) as link,
-    ):
-        send_one(link)
-        with pytest.raises(TransferFailed):
-            next(link.events())
+    with daemon(receiver, greet=False) as share:
+
+        def script(peer: Peer) -> None:
+            finish(peer, grant(peer, share, 6))
+            peer.hang_up()
+
+        with prefill(script) as link:
+            send_one(link)
+            with pytest.raises(TransferFailed):
+                next(link.events())
     assert receiver.has_let_go
 
 
-def test_an_array_that_refers_to_the_memory_keeps_the_last_word_back(daemon: Any) -> None:
+def test_an_array_that_refers_to_the_memory_keeps_the_last_word_back(daemon: Daemon, prefill: Prefill) -> None:
     """It can be written through: the receiver is to wait for the end of this process."""
     receiver = Receiver()
     with daemon(receiver, greet=False) as share:
 
         def script(peer: Peer) -> None:
             finish(peer, grant(peer, share, 6))
-            until_end(peer)
 
         with (
-            daemon(script) as path,
-            client.connect_sender(path) as link,
+            prefill(script) as link,
             link.open("r", receiver="d:1", total_chunks=1) as transfer,
             transfer.stage(keys(1)) as slots,
         ):
@@ -177,7 +184,7 @@ def other_chunks(peer: Peer) -> None:
 @pytest.mark.parametrize(
     ("does", "why"), [(refuse, "that start of this receiver is over"), (other_chunks, "chunks of 32 bytes")]
 )
-def test_memory_that_cannot_be_had_ends_the_transfer(daemon: Any, does: Any, why: str) -> None:
+def test_memory_that_cannot_be_had_ends_the_transfer(daemon: Daemon, prefill: Prefill, does: Any, why: str) -> None:
     """The error names the path and what to do; the receiver hears that nothing of it is held."""
     with daemon(does, greet=False) as share:
 
@@ -185,51 +192,39 @@ def test_memory_that_cannot_be_had_ends_the_transfer(daemon: Any, does: Any, why
             transfer = grant(peer, share, 6)
             assert peer.expect(Cancel) == Cancel(transfer)
             assert peer.expect(Close) == Close(transfer)
-            until_end(peer)
 
         with (
-            daemon(script) as path,
-            client.connect_sender(path) as link,
+            prefill(script) as link,
             pytest.raises(TransferFailed, match=f"{share}.*{why}.*set transport") as error,
         ):
             send_one(link)
     assert error.value.code is ErrorCode.TRANSPORT_FAILED
 
 
-def test_nobody_at_the_path(daemon: Any, tmp_path: Path) -> None:
+def test_nobody_at_the_path(prefill: Prefill, tmp_path: Path) -> None:
     """The engine sees another file system than its daemon."""
 
     def script(peer: Peer) -> None:
         transfer = grant(peer, tmp_path / "nothing.sock", 6)
         assert peer.expect(Cancel) == Cancel(transfer)
-        until_end(peer)
 
-    with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
-        pytest.raises(TransferFailed, match=r"nothing\.sock"),
-    ):
+    with prefill(script) as link, pytest.raises(TransferFailed, match=r"nothing\.sock"):
         send_one(link)
 
 
-def test_a_slot_beyond_the_receivers_memory_is_no_slot(daemon: Any) -> None:
+def test_a_slot_beyond_the_receivers_memory_is_no_slot(daemon: Daemon, prefill: Prefill) -> None:
     """Behind the mapping is other memory of this process."""
     with daemon(Receiver(), greet=False) as share:
 
         def script(peer: Peer) -> None:
             transfer = grant(peer, share, SLOTS)
             assert peer.expect(Close) == Close(transfer)
-            until_end(peer)
 
-        with (
-            daemon(script) as path,
-            client.connect_sender(path) as link,
-            pytest.raises(RemoteProtocolError, match="beyond the 8"),
-        ):
+        with prefill(script) as link, pytest.raises(RemoteProtocolError, match="beyond the 8"):
             send_one(link)
 
 
-def test_a_place_that_went_before_it_was_used_is_not_looked_for(daemon: Any) -> None:
+def test_a_place_that_went_before_it_was_used_is_not_looked_for(prefill: Prefill) -> None:
     """Its receiver may be another one by now."""
 
     def script(peer: Peer) -> None:
@@ -237,22 +232,19 @@ def test_a_place_that_went_before_it_was_used_is_not_looked_for(daemon: Any) -> 
         peer.expect(Stage)
         peer.send(place(Path("/nowhere")), PlaceGone(4), PlaceGone(5), Staged(transfer, 0, 0, 0, (1,), True, 4))
         assert peer.expect(Cancel) == Cancel(transfer)
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
+        prefill(script) as link,
         pytest.raises(TransferFailed, match="the session with the receiver is over") as error,
     ):
         send_one(link)
     assert error.value.code is ErrorCode.PEER_LOST
 
 
-def test_a_receivers_link_knows_no_places(daemon: Any) -> None:
+def test_a_receivers_link_knows_no_places(decode: Decode) -> None:
     """They are for those who write."""
     with (
-        daemon(lambda peer: peer.send(place(Path("/nowhere")))) as path,
-        client.connect_receiver(path) as link,
+        decode(lambda peer: peer.send(place(Path("/nowhere")))) as link,
         pytest.raises(TransferFailed, match="makes no sense"),
     ):
         next(link.events())

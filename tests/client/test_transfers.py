@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 
-try:
-    import torch
-except ImportError:  # its tests are for those who have it
-    torch = None
-
 from kvpd import client
-from kvpd.errors import (
-    ErrorCode,
-    LocalProtocolError,
-    TransferCancelled,
-    TransferFailed,
-)
+from kvpd.errors import ErrorCode, LocalProtocolError, TransferCancelled, TransferFailed
 from kvpd.link import (
     Cancel,
     Close,
@@ -35,30 +25,27 @@ from kvpd.link import (
     Touch,
 )
 
-from .harness import DEADLINE_S, Peer, chunk, fill, keys, send_one, stage_and_fill, until_end
+from .harness import DEADLINE_S, Daemon, Peer, Prefill, chunk, fill, keys, send_one, stage_and_fill
 
 
-def test_p65_leaving_waits_no_longer_than_its_timeout(daemon: Any) -> None:
+def test_p65_leaving_waits_no_longer_than_its_timeout(prefill: Prefill) -> None:
     """Nothing waits without a timer."""
 
     def script(peer: Peer) -> None:
-        transfer = peer.expect(Open).transfer
-        peer.expect(Stage)
-        peer.send(Staged(transfer, 0, 0, 0, (0,), True))
+        transfer = peer.stage(0)
         peer.expect(Filled)
         peer.expect(Close)
         peer.send(Ended(transfer, LinkError(ErrorCode.CANCELLED)))  # late, and nobody's any more
         peer.send(Stats(peer.expect(StatsRequest).call, {}))
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill(script) as link:
         with pytest.raises(TransferFailed, match=r"not over within 0\.05 s") as failed:
             send_one(link, timeout=0.05)
         assert failed.value.code is ErrorCode.REQUEST_TIMEOUT
         assert link.stats() == {}
 
 
-def test_the_next_batch_is_asked_for_before_this_one_is_filled(daemon: Any) -> None:
+def test_the_next_batch_is_asked_for_before_this_one_is_filled(prefill: Prefill) -> None:
     """Small requests are bound by round trips."""
 
     def script(peer: Peer) -> None:
@@ -71,13 +58,8 @@ def test_the_next_batch_is_asked_for_before_this_one_is_filled(daemon: Any) -> N
         peer.send(Staged(transfer, 1, 0, 0, (0,), True))
         assert peer.expect(Filled).stage == 1
         peer.send(Ended(transfer))
-        until_end(peer)
 
-    with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
-        link.open("r", receiver="d:1", total_chunks=2) as transfer,
-    ):
+    with prefill(script) as link, link.open("r", receiver="d:1", total_chunks=2) as transfer:
         with transfer.stage(keys(1)) as slots:
             following = transfer.stage(keys(1))
             fill(slots)
@@ -85,22 +67,18 @@ def test_the_next_batch_is_asked_for_before_this_one_is_filled(daemon: Any) -> N
             fill(slots, first=1)
 
 
-def test_waiting_for_a_deferred_stage_with_unfilled_slots_is_refused(daemon: Any) -> None:
+def test_waiting_for_a_deferred_stage_with_unfilled_slots_is_refused(prefill: Prefill) -> None:
     """It would wait for slots that it holds itself."""
 
     def script(peer: Peer) -> None:
-        transfer = peer.expect(Open).transfer
-        peer.expect(Stage)
-        peer.send(Staged(transfer, 0, 0, 0, (0,), True))
+        transfer = peer.stage(0)
         peer.expect(Stage)
         peer.send(StageDeferred(transfer, 1))
         peer.expect(Cancel)
         peer.expect(Close)
-        until_end(peer)
 
     with (
-        daemon(script) as path,
-        client.connect_sender(path) as link,
+        prefill(script) as link,
         pytest.raises(LocalProtocolError, match="fill and leave it first"),
         link.open("r", receiver="d:1", total_chunks=2) as transfer,
         transfer.stage(keys(1)),
@@ -108,7 +86,7 @@ def test_waiting_for_a_deferred_stage_with_unfilled_slots_is_refused(daemon: Any
         stage_and_fill(transfer, 1)
 
 
-def test_cancel_from_another_thread_ends_the_wait(daemon: Any) -> None:
+def test_cancel_from_another_thread_ends_the_wait(prefill: Prefill) -> None:
     """An aborted request must not hold its thread until a timeout."""
 
     def script(peer: Peer) -> None:
@@ -118,9 +96,8 @@ def test_cancel_from_another_thread_ends_the_wait(daemon: Any) -> None:
         peer.expect(Cancel)
         peer.send(Ended(transfer, LinkError(ErrorCode.CANCELLED, "the engine asked for it")))
         peer.expect(Close)
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill(script) as link:
         transfer = link.open("r", receiver="d:1", total_chunks=1)
         staging = transfer.stage(keys(1))
         transfer.touch()
@@ -134,7 +111,7 @@ def test_cancel_from_another_thread_ends_the_wait(daemon: Any) -> None:
             transfer.stage(keys(1))
 
 
-def test_nothing_follows_a_close(daemon: Any) -> None:
+def test_nothing_follows_a_close(prefill: Prefill) -> None:
     """A daemon that hears of a transfer that it knows no more ends the connection, and every other request with it."""
     rounds = 200
 
@@ -146,9 +123,8 @@ def test_nothing_follows_a_close(daemon: Any) -> None:
                 frames.append(frame)
             assert frame.transfer == transfer
             assert frames in ([], [Cancel(transfer)])
-        until_end(peer)
 
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill(script) as link:
         for _ in range(rounds):
             transfer = link.open("r", receiver="d:1", total_chunks=1)
             thread = threading.Thread(target=transfer.cancel)
@@ -158,7 +134,7 @@ def test_nothing_follows_a_close(daemon: Any) -> None:
             thread.join()
 
 
-def test_two_threads_share_a_link(daemon: Any) -> None:
+def test_two_threads_share_a_link(prefill: Prefill) -> None:
     """One link a process is enough: frames of two requests interleave, and neither gets the other's answers."""
     rounds = 50
 
@@ -179,7 +155,6 @@ def test_two_threads_share_a_link(daemon: Any) -> None:
                 case other:
                     raise AssertionError(other)
         assert not names
-        until_end(peer)
 
     def work(link: client.SenderLink, number: int, outcomes: list[str]) -> None:
         for _ in range(rounds):
@@ -193,7 +168,7 @@ def test_two_threads_share_a_link(daemon: Any) -> None:
             except TransferFailed:
                 outcomes.append("revoked")
 
-    with daemon(script) as path, client.connect_sender(path) as link:
+    with prefill(script) as link:
         outcomes: list[list[str]] = [[], []]
         threads = [threading.Thread(target=work, args=(link, n, outcomes[n])) for n in range(2)]
         for thread in threads:
@@ -228,7 +203,7 @@ def test_two_threads_share_a_link(daemon: Any) -> None:
     ],
 )
 def test_impossible_arguments_are_refused_and_the_link_lives(
-    daemon: Any, call: Callable[[client.SenderLink], Any], match: str
+    daemon: Daemon, call: Callable[[client.SenderLink], Any], match: str
 ) -> None:
     """A caller's mistake is his own: the other requests on the link go on."""
 
@@ -236,7 +211,6 @@ def test_impossible_arguments_are_refused_and_the_link_lives(
         while not isinstance(frame := peer.next(), StatsRequest):
             assert frame is not None
         peer.send(Stats(frame.call, {"alive": 1.0}))
-        until_end(peer)
 
     with daemon(script) as path:
         link = client.connect_sender(path)

@@ -50,6 +50,30 @@ def test_deadlines_that_move_for_ever_do_not_collect() -> None:
     assert timers.next_at() == 9_999
 
 
+def test_deadlines_that_are_cleared_leave_nothing_to_be_done_later() -> None:
+    """Whoever asks for the earliest, perhaps in a loop that has been idle for long, must not pay for thousands."""
+    timers: Timers[int] = Timers()
+    for key in range(10_000):
+        timers.set(key, key)
+    for key in range(9_999):
+        timers.clear(key)
+        timers.clear(key)
+    assert len(timers._heap) <= 70
+    assert timers.next_at() == 9_999
+
+
+def test_a_deadline_that_may_be_met_too_early_is_not_put_off() -> None:
+    """Putting it off at every message would leave thousands of dead entries for one that is looked at again anyway."""
+    timers: Timers[int] = Timers()
+    for at in (5, 9, 7):
+        timers.set_by(1, at)
+        assert timers.next_at() == 5
+    timers.set_by(1, 3)
+    assert timers.pop_due(3) == 1
+    timers.set_by(1, 8)
+    assert timers.next_at() == 8
+
+
 # ------------------------------------------------------------------ outbox
 
 

@@ -17,7 +17,7 @@ from kvpd.simulation.explore import search
 from kvpd.simulation.explore_state import WorldConfig
 from kvpd.simulation.explore_worlds import WORLDS, request
 
-from .test_explore_faults import Planted, find, with_faults, wrap
+from .explore_planting import Planted, find, with_faults, wrap
 
 IN_PLACE = WorldConfig(
     "in place", (request(0, 0, 1),), slots=1, same_host=True, in_place=True, patient=frozenset({"connect"})

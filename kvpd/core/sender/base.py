@@ -42,7 +42,8 @@ class SenderBase:
         self._overdue: dict[str, int] = {}
         self._lost: list[Peer] = []  # in this step
         self._failures: list[tuple[str, FailNotif]] = []  # of this step, and the proxies that must hear of them
-        self._reconnect_until: dict[str, float] = {}
+        # Receivers with which a session was up and none is now, and when it was lost, the longest ago first.
+        self._lost_since: dict[str, float] = {}
         self._notifier = Notifier(settings)
         self._timers: Timers[Deadline] = Timers()
         self._actions: list[ev.SenderAction] = []
@@ -70,7 +71,7 @@ class SenderBase:
         if next_at is None:
             self._timers.clear(("repeat", peer.receiver))
         else:
-            self._timers.set(("repeat", peer.receiver), next_at)
+            self._timers.set_by(("repeat", peer.receiver), next_at)
 
     def _hello(self, peer: Peer) -> Hello:
         """What opens a session: nothing older than the transfers we know now will be spoken of in it."""

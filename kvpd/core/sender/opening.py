@@ -93,7 +93,7 @@ class Opening(Peers):
         peer.state = PeerState.UP
         # Nobody sums what an engine writes by itself.
         peer.in_place = event.in_place and peer.verify == "off"
-        self._reconnect_until.pop(peer.receiver, None)
+        self._lost_since.pop(peer.receiver, None)
         self._report(
             ReportName.SESSION_OPENED, peer.receiver, receiver=peer.receiver_id, chunks=peer.total_chunks, way=event.way
         )

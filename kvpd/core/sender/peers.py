@@ -34,25 +34,35 @@ class Peers(Ending):
             self._send_until_answered(peer, hello, now)
 
     def _plan_reconnects(self, now: float) -> None:
-        """A session that was up is opened anew, also when nobody asks: its end may have left slots without a fence."""
+        """A session that was up is opened anew, also when nobody asks: its end may have left slots without a fence.
+
+        On one host only this sender's word may free those, so it never gives up; it tries less often the longer the
+        receiver is gone, and forgets the one that was lost first where there are too many.
+        """
         lost, self._lost = self._lost, []
         for peer in lost:
             if peer.endpoint:
-                self._reconnect_until[peer.receiver] = now + self.settings.reconnect_give_up_s
-            if self._draining or now >= self._reconnect_until.get(peer.receiver, now):
-                self._reconnect_until.pop(peer.receiver, None)
-            else:
-                self._timers.set(("reconnect", peer.receiver), now + self.settings.reconnect_s)
+                self._lost_since.pop(peer.receiver, None)
+                self._lost_since[peer.receiver] = now
+            if peer.receiver in self._lost_since and not self._draining:
+                self._plan_reconnect(peer.receiver, now)
+        while len(self._lost_since) > self.settings.peers_max:
+            first = next(iter(self._lost_since))
+            del self._lost_since[first]
+            self._timers.clear(("reconnect", first))
+
+    def _plan_reconnect(self, receiver: str, now: float) -> None:
+        pause_s = (now - self._lost_since[receiver]) / 4
+        pause_s = min(max(pause_s, self.settings.reconnect_s), self.settings.reconnect_max_s)
+        self._timers.set(("reconnect", receiver), now + pause_s)
 
     def _reconnect_due(self, receiver: str, now: float) -> None:
         if receiver in self._peers or self._draining:
             return
         if len(self._peers) < self.settings.peers_max:
             self._say_hello(self._connect(receiver, now), now)
-        elif now < self._reconnect_until.get(receiver, now):  # there is no room for it now
-            self._timers.set(("reconnect", receiver), now + self.settings.reconnect_s)
         else:
-            self._reconnect_until.pop(receiver, None)
+            self._plan_reconnect(receiver, now)  # there is no room for it now
 
     def _lose_peer(self, peer: Peer, code: ErrorCode, detail: str, retry_after_s: float | None = None) -> None:
         """Forget a receiver: cut its endpoint, end its transfers. What is at the receiver ends there by its lease."""
@@ -282,6 +292,8 @@ class Peers(Ending):
         peer.heartbeats = {n: at for n, at in peer.heartbeats.items() if at + peer.lease_s > now}
         peer.heartbeats[message.message_id] = now
         self._timers.set(("heartbeat", peer.receiver), now + peer.heartbeat_s)
+        # What was acknowledged since the last one: while the receiver answers, nothing wakes only to find it alive.
+        self._timers.set(("fence", peer.receiver), self._fence_at(peer))
         self._send(peer, message)
 
     def _repeat_due(self, peer: Peer, now: float) -> None:

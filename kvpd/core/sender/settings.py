@@ -23,8 +23,9 @@ class SenderSettings:
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 300.0
     hello_repeat_s: float = 1.0
-    reconnect_s: float = 1.0  # after a session was lost, until it is opened anew
-    reconnect_give_up_s: float = 60.0
+    # After a session was lost, until it is opened anew; then a quarter of how long it is gone, within these two.
+    reconnect_s: float = 1.0
+    reconnect_max_s: float = 600.0
     peers_max: int = 1024
     transfers_max: int = 65536
     stages_max: int = 64  # of one rank of a transfer that are not staged yet

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from core_parts import keys
 from sender_world import ReceiverPeer, SenderWorld, finished, sent, sent_all
 
@@ -26,6 +28,17 @@ def test_heartbeats_say_who_lives_and_what_is_being_put() -> None:
     p.ack(sent(world.drained(3), CancelNotif))
     (beat,) = sent_all(world.pass_time(3.0), Heartbeat)
     assert (beat.oldest_live, beat.in_flight) == (5, ((5, 2),))
+
+
+def test_nothing_but_heartbeats_wakes_a_sender_whose_receiver_answers() -> None:
+    """An idle daemon's time is its wake-ups: none may be there to find that all is well."""
+    world = SenderWorld()
+    p = world.connect()
+    for _ in range(10):
+        at = world.core.next_deadline()
+        assert at is not None
+        (beat,) = sent_all(world.pass_time(at - world.now), Heartbeat)
+        p.ack(beat)
 
 
 def test_with_no_transfer_alive_all_numbers_so_far_are_settled() -> None:
@@ -152,14 +165,45 @@ def test_puts_that_end_before_anybody_wants_a_session_hold_up_nothing() -> None:
     assert sent_all(world.pass_time(1.0), Hello) != []
 
 
-def test_a_lost_session_is_opened_anew_though_nobody_asks_and_given_up_in_the_end() -> None:
-    """Slots that only this sender's word can free must not wait for its next request; but a dead receiver is let be."""
-    world = SenderWorld(reconnect_give_up_s=20.0)
-    world.connect()
-    actions = world.pass_time(7.0 + 20.0 + 6.0)
-    assert len({hello.message_id for hello in sent_all(actions, Hello)}) == 4
-    assert world.core.peer_count == 0
-    assert world.core.next_deadline() is None
+def hellos_in(actions: Iterable[ev.SenderAction]) -> int:
+    """How often a session was asked for; repeats are not counted."""
+    return len({hello.message_id for hello in sent_all(actions, Hello)})
+
+
+def test_a_lost_session_is_opened_anew_though_nobody_asks() -> None:
+    """Slots that only this sender's word can free must not wait for its next request."""
+    world = SenderWorld()
+    p = world.connect()
+    world.pass_time(7.0)
+    assert hellos_in(world.pass_time(1.0)) == 1
+    p.come_up()
+    world.pass_time(7.0)
+    assert hellos_in(world.pass_time(1.0)) == 1, "the first pause is short again"
+
+
+def test_a_receiver_is_tried_for_ever_and_less_and_less_often() -> None:
+    """One that was stopped for an hour holds our slots when it goes on; one that is dead must cost next to nothing."""
+    world = SenderWorld(connect_timeout_s=5.0, reconnect_max_s=600.0)
+    p = world.connect()
+    assert hellos_in(world.pass_time(7.0 + 60.0)) == 6  # 1, 7.5, 15.6, 25.8, 38.5 and 54.4 s after the loss
+    assert hellos_in(world.pass_time(3600.0)) < 20
+    day = hellos_in(world.pass_time(86_400.0))
+    assert day in (86_400 // 605, 86_400 // 605 + 1)
+    assert world.core.is_clean
+    while world.core.peer_count == 0:
+        world.pass_time(1.0)
+    p.come_up()
+    assert world.core.next_deadline() == world.now + (p.lease_s - p.put_deadline_s) / 3, "a session like any other"
+
+
+def test_only_so_many_lost_receivers_are_remembered() -> None:
+    """Invariant 9, for a sender that has outlived thousands of receivers: the first one lost is forgotten."""
+    world = SenderWorld(peers_max=2)
+    for name in "pqr":
+        world.connect(name)
+        world.pass_time(7.0)
+    tried = {action.receiver for action in world.pass_time(3600.0) if isinstance(action, ev.ConnectPeer)}
+    assert tried == {"q", "r"}
 
 
 def test_a_session_that_was_wanted_sooner_is_not_opened_twice() -> None:
@@ -198,11 +242,12 @@ def test_a_reconnect_waits_for_room_among_the_peers() -> None:
     assert world.core.peer_of("p") is not None
 
 
-def test_a_reconnect_that_never_finds_room_is_given_up() -> None:
-    """It is for the receiver's sake, and the receiver has other fences."""
-    world = SenderWorld(peers_max=1, connect_timeout_s=50.0, reconnect_give_up_s=3.0)
+def test_a_reconnect_that_finds_no_room_for_long_waits_on() -> None:
+    """As if nobody had answered: it must not be looked at every second."""
+    world = SenderWorld(peers_max=1, connect_timeout_s=50.0)
     world.connect("p")
     world.pass_time(7.0)
     world.open(1, 1, receiver="q")
-    world.pass_time(60.0)
-    assert world.core.peer_count == 0
+    assert hellos_in(world.pass_time(50.0)) == 1  # q's
+    assert hellos_in(world.pass_time(15.0)) == 1  # p's, a quarter later
+    assert world.core.peer_of("p") is not None

@@ -43,10 +43,15 @@ def alternate(rounds: int, things: Mapping[str, Callable[[], T]]) -> dict[str, l
     """Call everything once per round, in turns, every second round backwards; what each gave, by round."""
     results: dict[str, list[T]] = {name: [] for name in things}
     for number in range(rounds):
-        names = list(things)
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in in_turn(number, things):
             results[name].append(things[name]())
     return results
+
+
+def in_turn(number: int, things: Iterable[T]) -> list[T]:
+    """The order of things in a round: every second one is backwards."""
+    order = list(things)
+    return order if number % 2 == 0 else order[::-1]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import attrs
@@ -17,7 +16,7 @@ from kvpd.bench.memcpy import Memcpy
 from kvpd.bench.pair import Pair, requests_of
 from kvpd.bench.payload import Mode
 from kvpd.bench.plots import Plot, Series
-from kvpd.bench.rounds import Measured, alternate
+from kvpd.bench.rounds import Measured, in_turn
 from kvpd.bench.suite import Bench, Subcommand
 from kvpd.bench.tables import Table
 from kvpd.bench.ucx_source import Opened, OpenSource, PutAll
@@ -46,6 +45,7 @@ With the transport "local" the prefill engine writes into the receiver's slot; t
 With two bindings the last three take turns through either of them; over "local" there is nothing to compare.
 A request is one batch. Goodput counts chunks that the decode engine holds; the time runs from the first open to the
 last release. Before it is measured, every byte of a load is compared; while it is measured, both ends of every chunk.
+Every round starts its processes anew: which memory they get from the kernel makes a difference of a third.
 
 \b
 Examples:
@@ -188,30 +188,47 @@ class _Load:
     nbytes: int  # of each measurement
 
     @property
+    def slots(self) -> int:
+        """How many are in flight."""
+        return self.batch * self.in_flight
+
+    @property
     def requests(self) -> int:
         """How many make up a measurement."""
         return requests_of(self.nbytes, self.chunk_bytes * self.batch, least=self.in_flight)
 
 
 class _Contenders:
-    """What is measured through one binding, ready and seen to move every byte right."""
+    """What is measured through one binding, ready and seen to move every byte right.
 
-    def __init__(self, fleet: Fleet, load: _Load, binding: Binding) -> None:
+    Whoever takes memory first gets what was freed last, in pieces all over the place, and is the slower for it by a
+    third or so: it is the bare puts in one round and the daemons in the next.
+    """
+
+    def __init__(self, fleet: Fleet, load: _Load, binding: Binding, number: int) -> None:
         self._load = load
-        slots = load.batch * load.in_flight
-        # Twice the slots at the receiver: those that the decode engine reads hold nobody up.
-        self._pair = Pair(
-            fleet,
-            chunk_bytes=load.chunk_bytes,
-            slots=2 * slots,
-            staging_slots=slots,
-            transport=load.transport,
-            binding=binding,
-        )
-        self._bare = _BarePuts(fleet, load.chunk_bytes, slots, binding, UCX_TLS[load.transport])
+        self._fleet = fleet
+        self._binding: Binding = binding
+        for start in in_turn(number, (self._start_bare, self._start_pair)):
+            start()
         self.opened = self._bare.opened
         self._bare.gb_s(load.in_flight, load.batch, load.in_flight, whole=True)
         self._pair.run(requests=2 * load.in_flight, chunks=load.batch, depth=load.in_flight, mode="check")
+
+    def _start_bare(self) -> None:
+        load = self._load
+        self._bare = _BarePuts(self._fleet, load.chunk_bytes, load.slots, self._binding, UCX_TLS[load.transport])
+
+    def _start_pair(self) -> None:
+        # Twice the slots at the receiver: those that the decode engine reads hold nobody up.
+        self._pair = Pair(
+            self._fleet,
+            chunk_bytes=self._load.chunk_bytes,
+            slots=2 * self._load.slots,
+            staging_slots=self._load.slots,
+            transport=self._load.transport,
+            binding=self._binding,
+        )
 
     def gb_s(self, kind: Kind) -> float:
         """Goodput of one measurement."""
@@ -248,26 +265,31 @@ def _measure(bench: Bench, memcpy: Memcpy, load: _Load, bindings: tuple[Binding,
         bindings = ("ucx",)  # what ucx-py would carry is what no engine fills in place: nothing
     sizes = f"{size_text(load.chunk_bytes)}, batches of {load.batch}, {load.in_flight} in flight"
     bench.progress.step(f"transfer: {load.transport}, {sizes}")
-    with bench.fleet() as fleet:
-        contenders = {binding: _Contenders(fleet, load, binding) for binding in bindings}
-        things: dict[str, Callable[[], float]] = {"memcpy": lambda: memcpy.gb_s(load.chunk_bytes, load.nbytes)}
-        for kind, (binding, each) in itertools.product(_KINDS, contenders.items()):
-            things[f"{kind} {binding}"] = functools.partial(each.gb_s, kind)
-        measured = {name: Measured.of(values) for name, values in alternate(bench.rounds, things).items()}
-        return [
-            Case(
-                transport=load.transport,
-                binding=binding,
-                carried_by=each.opened.carried_by,
-                versions=each.opened.versions,
-                chunk_bytes=load.chunk_bytes,
-                batch=load.batch,
-                in_flight=load.in_flight,
-                memcpy=measured["memcpy"],
-                **{kind: measured[f"{kind} {binding}"] for kind in _KINDS},
-            )
-            for binding, each in contenders.items()
-        ]
+    memcpys: list[float] = []
+    values: dict[Binding, dict[Kind, list[float]]] = {binding: {kind: [] for kind in _KINDS} for binding in bindings}
+    opened: dict[Binding, Opened] = {}
+    for number in range(bench.rounds):
+        with bench.fleet() as fleet:
+            order = in_turn(number, bindings)
+            contenders = {binding: _Contenders(fleet, load, binding, number) for binding in order}
+            memcpys.append(memcpy.gb_s(load.chunk_bytes, load.nbytes))
+            for kind, binding in in_turn(number, itertools.product(_KINDS, bindings)):
+                values[binding][kind].append(contenders[binding].gb_s(kind))
+            opened = {binding: each.opened for binding, each in contenders.items()}
+    return [
+        Case(
+            transport=load.transport,
+            binding=binding,
+            carried_by=opened[binding].carried_by,
+            versions=opened[binding].versions,
+            chunk_bytes=load.chunk_bytes,
+            batch=load.batch,
+            in_flight=load.in_flight,
+            memcpy=Measured.of(memcpys),
+            **{kind: Measured.of(values[binding][kind]) for kind in _KINDS},
+        )
+        for binding in bindings
+    ]
 
 
 SUBCOMMAND: Final = Subcommand(

@@ -15,7 +15,7 @@ from typing import Final, Protocol, runtime_checkable
 import trio
 
 from kvpd.log import get_logger
-from kvpd.service.turns import TurnEnd, together
+from kvpd.service.turns import MESSAGES_TOGETHER_MAX, TurnEnd, together
 from kvpd.transports.base import ControlClient, ControlTransport
 
 log = get_logger()
@@ -64,12 +64,15 @@ class Channel:
 
     def send(self, message: bytes) -> None:
         """Have a message leave with this turn's others; or drop and count it, now or then."""
-        if self._client is not None:
-            self._turn_end.call(self._send_all)
-        elif len(self._outgoing) == _BACKLOG_MAX:
+        if self._client is None and len(self._outgoing) == _BACKLOG_MAX:
             self._on_dropped("queue_full", 1)
             return
         self._outgoing.append(message)
+        if self._client is not None:
+            if len(self._outgoing) == MESSAGES_TOGETHER_MAX:
+                self._send_all()
+            else:
+                self._turn_end.call(self._send_all)
 
     def _send_all(self) -> None:
         outgoing, self._outgoing = self._outgoing, []

@@ -36,7 +36,7 @@ from kvpd.service.host import open_process, own_host, wait_dead
 from kvpd.service.lifetime import Lifetime
 from kvpd.service.reports import ReceiverReports
 from kvpd.service.sharing import SenderStart, Writers
-from kvpd.service.turns import together
+from kvpd.service.turns import MESSAGES_TOGETHER_MAX, together
 from kvpd.transports.base import ControlServer, ControlTransport, DataPlane, Target
 from kvpd.transports.zmq import open_zmq_control
 
@@ -159,8 +159,11 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
     def _perform(self, action: ev.ReceiverAction) -> None:
         match action:
             case ev.SendMessage(peer, message):
-                self._outgoing.setdefault(peer, []).append(encode(message))
+                messages = self._outgoing.setdefault(peer, [])
+                messages.append(encode(message))
                 self._turn_end.call(self._send_messages)
+                if len(messages) == MESSAGES_TOGETHER_MAX:
+                    self._send_messages()
             case ev.OpenSession(session_no, process, sender_id, incarnation):
                 self._targets[session_no] = None
                 if process is not None:
@@ -213,6 +216,7 @@ class Receiver(Lifetime[ev.ReceiverEvent]):
                 peer, message = await self._server.receive()
                 self._heard(peer, message)
                 self._hear_the_rest()
+                self._send_messages()
 
     def _heard(self, peer: bytes, frame: bytes) -> None:
         try:

@@ -1,7 +1,8 @@
 """What is done once for everything that happened in a turn of the loop, however much that was.
 
 Messages are what this is for: those of one turn to one peer travel together, because each that leaves alone wakes
-ZMQ's thread, the kernel and the peer's loop.
+ZMQ's thread, the kernel and the peer's loop. Not all of a long turn's, though: the peer can work on the first of them
+while the rest is being decided.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 
 import trio
 
-MESSAGES_TOGETHER_MAX: Final = 64
+MESSAGES_TOGETHER_MAX: Final = 16
 BYTES_TOGETHER_MAX: Final = 1 << 16  # one message alone may be longer
 
 

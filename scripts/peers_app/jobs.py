@@ -25,10 +25,13 @@ _START_S: Final = 60.0
 
 KVPD: Final = "kvpd"
 KVPD_IN_PLACE: Final = "kvpd, no engine copies"
+LOCAL: Final = "local"  # a path of kvpd's alone: the prefill engine fills the receiver's slots, and nothing else moves
 
 JOB_SYSTEMS: Final = (
     System(KVPD, "kvpd", "cma", ours=True),
     System(KVPD_IN_PLACE, "kvpd", "cma", ours=True),
+    System(KVPD, "kvpd", LOCAL, ours=True),
+    System(KVPD_IN_PLACE, "kvpd", LOCAL, ours=True),
     *(one for one in SYSTEMS if one.path == "cma" and one.module.startswith("nixl")),
     System(KVPD, "kvpd", "tcp", ours=True),
     System(KVPD_IN_PLACE, "kvpd", "tcp", ours=True),
@@ -51,6 +54,14 @@ WHAT_IT_DOES: Final = (
         "the same",
         "the same",
         "none: engines work in the slots",
+        "the same",
+        "yes",
+    ),
+    (
+        "either, over local",
+        "the same",
+        "the same",
+        "into the receiver's slots, which is the transfer, and out of them; or none",
         "the same",
         "yes",
     ),
@@ -170,7 +181,8 @@ def _open_site(system: System, job: Job, folder: Path) -> Iterator[_Site]:
     # Room for the requests under way and for as many that are being read.
     slots = 2 * job.depth * job.chunks
     common = {"chunk_bytes": job.chunk_bytes, "ucx_tls": system.tls}
-    buffers = {"buffer_size": slots * job.chunk_bytes, "control_address": "127.0.0.1:0", **common}
+    way = {"transport": LOCAL} if system.path == LOCAL else {}  # senders follow their receiver in this
+    buffers = {"buffer_size": slots * job.chunk_bytes, "control_address": "127.0.0.1:0", **way, **common}
     staging = {"staging_size": job.depth * job.chunks * job.chunk_bytes, "notify_proxy": "false", **common}
     with contextlib.ExitStack() as stack:
         receiver = stack.enter_context(Daemon("receiver", folder, buffers))

@@ -48,7 +48,7 @@ class System:
 
     name: str  # as in tables
     module: str  # as `peers_app.mover` calls it
-    path: str  # cma, tcp or memory
+    path: str  # cma, tcp, memory or, for jobs, local
     memory: str = "anonymous"
     ours: bool = False  # runs in kvpd's environment
 

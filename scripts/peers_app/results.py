@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 
 from peers_app.figures import Pass, Table, cpu_table, goodput_table, median_of
-from peers_app.jobs import KVPD, KVPD_IN_PLACE, WHAT_IT_DOES, WHAT_IT_DOES_COLUMNS
+from peers_app.jobs import KVPD, KVPD_IN_PLACE, LOCAL, WHAT_IT_DOES, WHAT_IT_DOES_COLUMNS
 from peers_app.scenarios import Outcome, Story
 from peers_app.sizes import MIB, Sizes, size_text
 
@@ -137,6 +137,16 @@ class Results:
                 (f"kvpd, no engine copies ÷ NIXL's raw transfer, better setting, {path}", in_place, nixl, self.raw),
                 (f"kvpd with engine copies ÷ memcpy, {path}", whole, [_COPY], self.raw),
             ]
+        nixl = [(name, "cma") for name in _NIXL]
+        rows += [
+            (
+                "kvpd, no engine copies, local ÷ NIXL's job, better setting, cma",
+                (KVPD_IN_PLACE, LOCAL),
+                nixl,
+                self.jobs,
+            ),
+            ("kvpd with engine copies, local ÷ NIXL's job, better setting, cma", (KVPD, LOCAL), nixl, self.jobs),
+        ]
         tcp, socket = [("Mooncake", "tcp")], [("TCP socket", "tcp")]
         rows += [
             ("kvpd, no engine copies ÷ the TCP socket's job", (KVPD_IN_PLACE, "tcp"), socket, self.jobs),

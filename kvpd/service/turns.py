@@ -13,7 +13,7 @@ from typing import Final
 import trio
 
 MESSAGES_TOGETHER_MAX: Final = 16
-BYTES_TOGETHER_MAX: Final = 1 << 16  # one message alone may be longer
+BYTES_TOGETHER_MAX: Final = 1 << 14  # one message alone may be longer
 
 
 class TurnEnd:

@@ -114,7 +114,7 @@ class Acts(Moves):
         core = self.sender_cores.entries[step.senders[request.sender]].core
         number = max(1, core._highest_no + 1)
         step.prefill[at] = Prefill(is_opened=True, holds=True, transfer_no=number)
-        first = None if self.config.stages_late else self._next_stage(step, at)
+        first = self._next_stage(step, at) if self.config.opens_with_batch else None
         event = sev.OpenRequested(
             *(number, 1, request.req_id, RECEIVER, len(request.keys)),
             rank=request.rank,
@@ -125,7 +125,7 @@ class Acts(Moves):
         if step.prefill[at].holds:
             step.prefill[at] = step.prefill[at]._replace(joined=step.transfer_of(request.sender, number))
         if not self.config.stages_late:
-            for _ in request.batches[1:]:
+            for _ in request.batches[first is not None :]:
                 self._do_stage(step, at)
 
     _do_retry = _do_open

@@ -71,6 +71,7 @@ class WorldConfig:
     in_place: bool = False  # engines fill the receiver's slots themselves, on its host
     has_proxy: bool = False
     verifies: bool = False  # chunks by their checksums, before they are ready
+    opens_with_batch: bool = False  # the first batch comes with the open, and is asked for in the same message
     stages_late: bool = False  # batches are asked for one after another, at any time; else all of them with the open
     # Requests whose engines never fill what they staged: the decode engine gives them up in the end.
     stalled: frozenset[int] = frozenset()

@@ -53,6 +53,14 @@ _SUBJECTS = [
     _world("queue", "3 requests wait for 2 slots", *_QUEUE, slots=2),
     _world("queue-cancel", "the same with a cancel", *_QUEUE, slots=2, cancel=1, is_large=True),
     _world("batches", "2 batches, asked for at any time; a cancel", *_BATCHES, slots=2, stages_late=True, cancel=1),
+    _world(
+        "first-batch",
+        "2 batches, the first with the open; a cancel",
+        *_BATCHES,
+        slots=2,
+        opens_with_batch=True,
+        cancel=1,
+    ),
     _world("again", "a cancel, and it opens again", *_BATCHES, cancel=1, retry=1, is_large=True),
     _world(
         "staging",

@@ -102,19 +102,22 @@ class Opening(Peers):
                 self._send_open(transfer, now)
 
     def _ask_for_room(self, number: int, now: float) -> None:
-        """A transfer was opened by this number: ask for its room, unless that is done, or can only be done later."""
+        """A transfer was opened by this number: ask for its room, unless that is done, or can only be done later.
+
+        Its first batch, if it has come with the opening, is asked for in the same message.
+        """
         share = self._shares.get(number)
         if share is None:
             return
         transfer = share.transfer
         if transfer.is_live and not transfer.open_sent and transfer.peer.state is PeerState.UP:
-            self._send_open(transfer, now)
+            transfer.open_sent = True
+            self._send_alloc(transfer, transfer.batches.get(0), now)
 
     def _send_open(self, transfer: Transfer, now: float) -> None:
-        """Ask for room for all of it; where keys are known already, together with the batches."""
+        """Ask for room for all of it; and, where keys are known already, for the batches."""
         transfer.open_sent = True
-        if not transfer.batches:
-            self._send_alloc(transfer, None, now)
+        self._send_alloc(transfer, None, now)
         for batch in transfer.batches.values():
             self._send_alloc(transfer, batch, now)
 

@@ -58,7 +58,8 @@ def test_a_rank_that_joins_a_waiting_transfer_is_admitted_with_it() -> None:
     world.stage(1, 0, keys(1), last=True)
     world.open(2, 1, req_id="r", rank=1)
     world.stage(2, 0, keys(1), last=True)
-    (batch,) = sent_all(p.come_up(), AllocRequest)
+    room, batch = sent_all(p.come_up(), AllocRequest)
+    p.answer(room)
     assert [g.transfer_no for g in grants(p.answer(batch, [0]))] == [1, 2]
 
 

@@ -327,12 +327,13 @@ def test_a_session_that_was_lost_while_an_engine_fills_gets_its_fence_later(flee
 
 def test_a_mapping_of_a_receiver_that_has_restarted_harms_nobody(fleet: Fleet) -> None:
     """An engine that still writes there writes into nothing; the next request goes into the new one's memory."""
-    receiver, sender = local_pair(fleet, **SHORT)
+    lease: dict[str, Any] = {"lease_s": 4.0, "put_deadline_s": 1.0}  # a starved machine is no dead one
+    receiver, sender = local_pair(fleet, **lease)
     port = int(receiver.address.rpartition(":")[2])
     with sender.sender_link() as prefill, filler(sender, receiver) as engine:
         send(prefill, make_request("before", 2), receiver.address)
         receiver.kill()
-        again = fleet.receiver(slots=16, control_address=f"127.0.0.1:{port}", **LOCAL, **SHORT).wait_ready()
+        again = fleet.receiver(slots=16, control_address=f"127.0.0.1:{port}", **LOCAL, **lease).wait_ready()
         sender.wait_for("transfer_failed", req_id="filling")
         assert engine.told("write") == "done"
         for number in range(4):

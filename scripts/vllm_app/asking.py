@@ -6,6 +6,7 @@ A stream that is left early closes its connection, which is how a server learns 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPResponse
 from types import TracebackType
@@ -90,6 +91,16 @@ class Asked:
         if self._answer is not None:
             self._answer.close()
         self._connection.close()
+
+
+def takes_connections(address: str) -> bool:
+    """Whether somebody listens there."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=DEADLINE_S).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def get(address: str, path: str) -> Reply:

@@ -23,7 +23,7 @@ from demo_app.children import interrupts_held
 from demo_app.chunks import CHUNK_TOKENS, KvShape
 from demo_app.environment import child_environment
 
-from vllm_app.asking import get
+from vllm_app.asking import get, takes_connections
 from vllm_app.parts import Part, PartFailed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -118,6 +118,9 @@ class Stack:
             self._start(name)
         self.wait_ready("proxy", *self._engines, timeout_s=START_TIMEOUT_S)
         self._wait_found()
+        # An engine's line comes a moment before its port is open; the proxy has found two of them, and not the third.
+        addresses = [self._addresses[name] for name in self._engines]
+        self.wait_until(lambda: all(map(takes_connections, addresses)), "the engines' ports to open", DAEMON_TIMEOUT_S)
 
     def _end_all(self) -> None:
         # A second Ctrl-C has nothing to hasten, for each part has a time limit, and must not leave half of them alive.

@@ -17,7 +17,10 @@ BYTES_TOGETHER_MAX: Final = 1 << 14  # one message alone may be longer
 
 
 class TurnEnd:
-    """One task that calls back in the loop's next turn, when what had woken together has run."""
+    """One task that calls back in the loop's next turn, when what had woken together has run.
+
+    What a callback asks for is called before the task sleeps again: no callback may ask for itself without end.
+    """
 
     def __init__(self) -> None:
         self._callbacks: dict[Callable[[], None], None] = {}

@@ -193,10 +193,6 @@ class MemoryClient:
         for message in messages:
             self._send_to(self._server, message)
 
-    def reconnect(self) -> None:
-        """As ZmqClient's."""
-        self.disconnect()
-
     # ------------------------------------------------------------------ the network's side
 
     @property

@@ -78,7 +78,8 @@ def test_values_that_cannot_go_together_are_refused(flags: dict[str, str], blame
 def test_a_wildcard_may_be_bound_when_another_address_is_advertised() -> None:
     """Bind and advertise are two settings."""
     flags = RECEIVER | {"receiver.control_address": "0.0.0.0:0", "receiver.advertise_address": "decode-0:7300"}
-    load("receiver", flags=flags)
+    found = load("receiver", flags=flags).receiver
+    assert (found.control_address, found.advertise_address) == ("0.0.0.0:0", "decode-0:7300")
 
 
 def test_a_bad_value_is_not_reported_again_by_the_rules_that_need_it() -> None:

@@ -77,6 +77,16 @@ class Host:
         engine.abort_request(["to-abort"])
         return self.drain()
 
+    def hear(self, transfer_ids: list[str]) -> dict[str, Any]:
+        """Wait until the receiver has told this engine that these transfers are ready."""
+        board = self._scheduler().connector._board
+        deadline = time.monotonic() + LIMIT_S
+        while not all(board.is_ready(transfer_id) for transfer_id in transfer_ids):
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(f"the receiver does not say that all of {transfer_ids} are ready")
+            board.wait(left)
+        return {}
+
     def drain(self) -> dict[str, Any]:
         """Step until the engine holds nothing for anybody; how many blocks are in use then."""
         scheduler = self._scheduler()

@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from kvpd.log.lines import Event, completed
-from kvpd.log.writer import LEVELS, current_writer
+from kvpd.log.writer import LEVELS, LogWriter, current_writer
 
 
 class Logger(structlog.BoundLoggerBase):
@@ -44,7 +44,7 @@ def get_logger(**fields: Any) -> Logger:
     """A logger with `fields` bound."""
     logger: Logger = structlog.wrap_logger(
         _Queue(),
-        processors=[_limit_repeats, _drop_secrets, _explain_exception, _complete, _render],
+        processors=[_render],
         wrapper_class=Logger,
         context_class=dict,
         cache_logger_on_first_use=False,
@@ -64,42 +64,32 @@ class _Queue:
     debug = info = warning = error = _put
 
 
-def _drop_secrets(_logger: object, _method: str, event: Event) -> Event:
+def _render(_logger: object, method: str, event: Event) -> bytes:
+    """A line of the event: one step of structlog's chain, because each costs as much again as what it does."""
+    writer = current_writer()
+    if writer is None:
+        raise structlog.DropEvent
+    if event.pop("rate_limited", False):
+        _limit_repeats(writer, method, event)
     # An rkey is a bearer's right to write into our memory.
     for field in [field for field in event if "rkey" in field]:
         del event[field]
-    return event
+    if "exc_info" in event:
+        _explain_exception(event)
+    return writer.render(completed(event, method, writer.bound))
 
 
-def _explain_exception(_logger: object, _method: str, event: Event) -> Event:
-    exc = event.pop("exc_info", None)
+def _limit_repeats(writer: LogWriter, method: str, event: Event) -> None:
+    starts = writer.repeats.deadline is None
+    if not writer.repeats.admit(method, event["event"], str(event.get("peer", ""))):
+        if starts:
+            writer.wake()
+        raise structlog.DropEvent
+
+
+def _explain_exception(event: Event) -> None:
+    exc = event.pop("exc_info")
     if isinstance(exc, BaseException):
         event["error.type"] = type(exc).__name__
         event["error.message"] = str(exc)
         event["error.stack_trace"] = "".join(traceback.format_exception(exc))
-    return event
-
-
-def _limit_repeats(_logger: object, method: str, event: Event) -> Event:
-    writer = current_writer()
-    if event.pop("rate_limited", False) and writer is not None:
-        starts = writer.repeats.deadline is None
-        if not writer.repeats.admit(method, event["event"], str(event.get("peer", ""))):
-            if starts:
-                writer.wake()
-            raise structlog.DropEvent
-    return event
-
-
-def _complete(_logger: object, method: str, event: Event) -> Event:
-    writer = current_writer()
-    if writer is None:
-        raise structlog.DropEvent
-    return completed(event, method, writer.bound)
-
-
-def _render(_logger: object, _method: str, event: Event) -> bytes:
-    writer = current_writer()
-    if writer is None:
-        raise structlog.DropEvent
-    return writer.render(event)

@@ -19,7 +19,7 @@ from peers_app.figures import percentile
 from peers_app.raw import Environment
 from peers_app.receivers import Receiver, open_receiver
 from peers_app.sizes import Sizes
-from peers_app.wire import Clock, Peer, WireFailed, connect
+from peers_app.wire import Peer, WireFailed, connect
 
 KEYS: Final = 8  # of an allocation
 _WAITER_CHUNKS: Final = 8  # a waiter wants the whole of a buffer of so many
@@ -140,11 +140,11 @@ class _WakeUps:
         _expect("granted", holder.receive())
         for peer in self.peers[1:]:
             self._ask(peer)
-        clock = Clock()
         waits = []
-        for _ in range(count):
+        for number in range(count):
+            # One after the other, as senders of their own would: all at once they would be measured too.
+            self.peers[number % len(self.peers)].keep_alive()
             time.sleep(_REST_S)
-            clock.keep(self.peers)
             began = time.perf_counter()
             holder.cancel(self._requests[holder])
             next_holder, granted_at = self._next_granted(poller, by_socket, holder)

@@ -47,7 +47,7 @@ class Ledger:
 
     def admit_next(self) -> TransferId | None:
         """Admit whose turn it is, if all of it fits: its room is now reserved. None when everybody must wait."""
-        transfer = self._next_that_fits()
+        transfer = self.next_that_fits()
         if transfer is None:
             return None
         self._bypassed = 0 if transfer == next(iter(self._waiting)) else self._bypassed + 1
@@ -56,8 +56,8 @@ class Ledger:
         self._reserved[transfer] = chunks
         return transfer
 
-    def _next_that_fits(self) -> TransferId | None:
-        """The head; or, while it does not fit and the bypass is not used up, the first behind it that does."""
+    def next_that_fits(self) -> TransferId | None:
+        """Whose turn it is: the head; or, while it does not fit and may be passed, the first behind it that does."""
         scan = _BYPASS_SCAN_MAX if self._bypassed < self._bypass_max else 1
         for transfer, chunks in itertools.islice(self._waiting.items(), scan):
             if chunks <= self._pool.unreserved:

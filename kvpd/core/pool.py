@@ -23,13 +23,13 @@ class SlotState(enum.Enum):
 
 @attrs.define
 class Slot:
-    """One chunk-sized place."""
+    """One chunk-sized place, for one use of it."""
 
     state: SlotState = SlotState.FREE
     key: bytes = b""
     length: int = 0  # bytes
     pins: int = 0  # chunks of transfers that count on it
-    ranks_missing: set[int] = attrs.field(factory=set)
+    ranks_missing: frozenset[int] = frozenset()
 
 
 @attrs.frozen
@@ -48,7 +48,7 @@ class SlotPool:
 
     def __init__(self, total_slots: int, *, ranks: int = 1) -> None:
         self.total_slots = total_slots
-        self._ranks = ranks
+        self._all_ranks = frozenset(range(ranks))
         self._slots = [Slot() for _ in range(total_slots)]
         self._free = list(range(total_slots - 1, -1, -1))
         self._ready_by_key: dict[bytes, int] = {}
@@ -82,7 +82,7 @@ class SlotPool:
         """A promised slot, to be written: its index."""
         assert self._reserved > 0, "drawn without a reservation"
         index = self._free.pop()
-        self._slots[index] = Slot(SlotState.WRITING, key, length, 1, set(range(self._ranks)))
+        self._slots[index] = Slot(SlotState.WRITING, key, length, 1, self._all_ranks)
         self._reserved -= 1
         self._writing += 1
         return index
@@ -99,7 +99,8 @@ class SlotPool:
         """Rank `rank` of a slot has been written. True when that made it READY."""
         slot = self._slots[index]
         assert slot.state is SlotState.WRITING, f"slot {index} is {slot.state}"
-        slot.ranks_missing.remove(rank)
+        assert rank in slot.ranks_missing, f"rank {rank} of slot {index} was written before"
+        slot.ranks_missing -= {rank}
         if slot.ranks_missing:
             return False
         slot.state = SlotState.READY
@@ -133,8 +134,9 @@ class SlotPool:
         self._free_slot(index)
 
     def _free_slot(self, index: int) -> None:
-        if self._ready_by_key.get(self._slots[index].key) == index:
-            del self._ready_by_key[self._slots[index].key]
+        key = self._slots[index].key
+        if self._ready_by_key.get(key) == index:
+            del self._ready_by_key[key]
         self._slots[index] = Slot()
         self._free.append(index)
 

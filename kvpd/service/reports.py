@@ -39,8 +39,13 @@ _DEBUG: Final = frozenset(
 )
 
 
+def _is_detail(report: Report) -> bool:
+    """Whether it is for who develops kvpd. Of a queue only those need to hear who wait in it."""
+    return report.name in _DEBUG or (report.name is ReportName.TRANSFER_QUEUED and not report.fields["waits"])
+
+
 def _write(logger: Logger, report: Report) -> None:
-    is_debug = report.name in _DEBUG
+    is_debug = _is_detail(report)
     if is_debug and not writes_debug():
         return
     fields: dict[str, object] = {}

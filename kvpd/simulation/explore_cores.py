@@ -51,9 +51,12 @@ _FRESH: Final = 1 << 40  # message ids from here on were drawn in this very step
 NEAR: Final = 5.0  # seconds: a repeat is due, nothing is given up
 FAR: Final = 1e6  # everything is due
 
-# Values that hold nothing that changes: shared between states.
+# Values that hold nothing that changes: shared between states. The cores' only frozen sets are of ranks.
 _SHARED: Final = frozenset(
-    {int, str, bytes, bool, type(None), float, TransferId, ClaimRequested, StagedSlot, SenderSettings, ReceiverSettings}
+    {
+        *(int, str, bytes, bool, type(None), float, frozenset),
+        *(TransferId, ClaimRequested, StagedSlot, SenderSettings, ReceiverSettings),
+    }
 )
 
 

@@ -36,7 +36,7 @@ TRANSPORT: Final = "ucx"
 _STAGING_CHUNKS = 2  # one on the wire while the next one is filled
 # Which lines of the receiver's log are shown, and how.
 _TOLD: Final = {
-    ReportName.TRANSFER_QUEUED: "asks for room for {chunks} chunks",
+    ReportName.TRANSFER_QUEUED: "waits for room for {chunks} chunks",
     ReportName.TRANSFER_ADMITTED: "admitted whole after {queued_s:.3f} s",
     ReportName.TRANSFER_COMPLETED: "all {chunks} chunks have landed",
     ReportName.TRANSFER_CLAIMED: "claimed by the decode engine",

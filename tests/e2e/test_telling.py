@@ -26,6 +26,7 @@ def test_the_life_of_a_transfer_is_told_in_order(pair: Pair) -> None:
     assert (told.count("batch_allocated"), told.count("chunks_written"), len(told)) == (2, 2, 9)
     assert {line["transfer"] for line in story} == {released["transfer"]}
     assert {line["peer"] for line in story} == {released["peer"]}
+    assert (story[0]["waits"], story[0]["log.level"]) == (False, "debug")
     assert story[1]["queued_s"] >= 0
     assert story[-3]["bytes"] == request.nbytes
     done = pair.sender.wait_for("transfer_done", req_id="told")

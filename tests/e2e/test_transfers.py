@@ -55,7 +55,8 @@ def test_two_senders_wait_whole_for_a_receiver_that_holds_one_request(fleet: Fle
         with first.open("from-a", receiver=receiver.address, total_chunks=8) as transfer:
             stage(transfer, requests[0], 0, 4)
             with in_background(lambda: send(second, requests[1], receiver.address, batch=3)):
-                receiver.wait_for("transfer_queued", req_id="from-b")
+                queued = receiver.wait_for("transfer_queued", req_id="from-b")
+                assert (queued["waits"], queued["log.level"]) == (True, "info")
                 receiver.wait_for("chunks_written", req_id="from-a")
                 assert receiver.slots() == {"ready": 4, "reserved": 4, "free": 2}
                 stage(transfer, requests[0], 4, 4)

@@ -245,7 +245,7 @@ def _one_rank_makes_ready(patch: Patch) -> None:
     written = SlotPool.written
 
     def wrong(self: SlotPool, index: int, rank: int) -> bool:
-        self.slot(index).ranks_missing.intersection_update({rank})
+        self.slot(index).ranks_missing &= {rank}
         return written(self, index, rank)
 
     patch.setattr(SlotPool, "written", wrong)
@@ -254,14 +254,14 @@ def _one_rank_makes_ready(patch: Patch) -> None:
 @OTHERS.plant("check-bypass-is-bounded", "huge-among-small", Rule.NO_OVERTAKING)
 def _bypass_without_end(patch: Patch) -> None:
     """Where some may pass the head of the queue, all may."""
-    next_that_fits = Ledger._next_that_fits
+    next_that_fits = Ledger.next_that_fits
 
     def wrong(self: Ledger) -> Any:
         if self._bypass_max:
             self._bypassed = 0
         return next_that_fits(self)
 
-    patch.setattr(Ledger, "_next_that_fits", wrong)
+    patch.setattr(Ledger, "next_that_fits", wrong)
 
 
 @OTHERS.plant("check-proxies-are-told", "deaf-proxies", Rule.QUIET_MEANS_CLEAN)

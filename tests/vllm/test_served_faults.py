@@ -63,19 +63,19 @@ def test_clients_leave_while_their_prompts_are_computed(site: Site) -> None:
     """Half of them do; what they had is given back, and the others' answers are not touched."""
     prompts = [random_prompt(LONG, 1000 + number) for number in range(2 * CLIENTS)]
     expected = site.single(prompts[:CLIENTS])
-    before, seen = left(site), len(site.stack["receiver"].said("transfer_queued"))
+    before, seen = left(site), len(site.stack["sender"].said("transfer_opened"))
     with ThreadPoolExecutor(CLIENTS) as pool, ExitStack() as leaving:
         futures = site.ask_all(prompts[:CLIENTS], [True, False] * (CLIENTS // 2), pool)
         # Engines compute prompts in the order in which they came: those of the second half are far from done.
         site.stack.wait_until(
-            lambda: len(site.stack["receiver"].said("transfer_queued")) >= seen + CLIENTS,
+            lambda: len(site.stack["sender"].said("transfer_opened")) >= seen + CLIENTS,
             "all transfers to be opened",
             DAEMON_TIMEOUT_S,
         )
         for prompt in prompts[CLIENTS:]:
             leaving.enter_context(site.begin(prompt))
         site.stack.wait_until(
-            lambda: len(site.stack["receiver"].said("transfer_queued")) > seen + CLIENTS,
+            lambda: len(site.stack["sender"].said("transfer_opened")) > seen + CLIENTS,
             "the first of those who leave to be known",
             DAEMON_TIMEOUT_S,
         )

@@ -64,7 +64,13 @@ class Admission(Peers):
             self._waiting_since = now
         self._book.open(transfer)
         self._timers.set(("allocation", transfer_id), now + self.settings.allocation_timeout_s)
-        self._report_of(ReportName.TRANSFER_QUEUED, transfer, chunks=transfer.total_chunks, depth=self.queue_depth)
+        self._report_of(
+            ReportName.TRANSFER_QUEUED,
+            transfer,
+            chunks=transfer.total_chunks,
+            depth=self.queue_depth,
+            waits=self._book.ledger.next_that_fits() != transfer_id,
+        )
         self._batch(session, transfer, message, now)
         self._recheck_claims(transfer.req_id, now)
 

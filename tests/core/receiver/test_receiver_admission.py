@@ -282,6 +282,8 @@ def test_a_bounded_number_of_smaller_ones_may_pass_a_head_that_does_not_fit() ->
     for number in (3, 4, 5):
         p.alloc(number, 1)
     assert [r.transfer for r in world.reported(ReportName.TRANSFER_ADMITTED)] == [p.id(1), p.id(3), p.id(4)]
+    waits = [(r.fields["depth"], r.fields["waits"]) for r in world.reported(ReportName.TRANSFER_QUEUED)]
+    assert waits == [(1, False), (1, True), (2, False), (2, False), (2, True)]
     p.cancel(3)  # there is room for the fifth, and yet it waits
     assert world.core.queue_depth == 2
     p.cancel(4)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import attrs
 
 
-@attrs.frozen(order=True, cache_hash=True)  # it is the key of many a table
-class TransferId:
+class TransferId(NamedTuple):
     """One attempt at a request: what everything is booked under. A req_id is only a label."""
 
     sender_id: str

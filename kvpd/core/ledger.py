@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Final
 
 from kvpd.core.events import TransferId
@@ -64,18 +65,21 @@ class Ledger:
                 return transfer
         return None
 
-    def draw(self, transfer: TransferId, key: bytes, length: int) -> tuple[int, bool]:
-        """A slot for a chunk: its index, and whether it holds the chunk's bytes already.
+    def draw(self, transfer: TransferId, chunks: Collection[tuple[bytes, int]]) -> list[tuple[int, bool]]:
+        """A slot for each chunk, of a key and a length: its index, and whether it holds the chunk's bytes already.
 
         A chunk that is READY here, whoever wrote it, is pinned, and its share of the reservation is returned.
         """
-        self._reserved[transfer] -= 1
+        self._reserved[transfer] -= len(chunks)
         assert self._reserved[transfer] >= 0, "more chunks than the transfer reserved room for"
+        return [self._draw(key, length) for key, length in chunks]
+
+    def _draw(self, key: bytes, length: int) -> tuple[int, bool]:
         pinned = self._pool.pin_ready(key, length)
-        if pinned is not None:
-            self._pool.unreserve(1)
-            return pinned, True
-        return self._pool.draw(key, length), False
+        if pinned is None:
+            return self._pool.draw(key, length), False
+        self._pool.unreserve(1)
+        return pinned, True
 
     def settle(self, transfer: TransferId) -> None:
         """The transfer will draw no more: what is left of its reservation is returned. Once."""

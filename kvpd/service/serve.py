@@ -24,6 +24,9 @@ from kvpd.service.receiver import Receiver
 from kvpd.service.sender import Sender
 
 _AFTER_DRAIN_S: Final = 1.0  # for the last messages: they are small, and nobody waits for an answer
+# So many new objects until the young ones are searched for garbage, which takes part of a millisecond then. Python's
+# own limit, 700, has it search what a request is about to free by itself.
+_YOUNG_OBJECTS_MAX: Final = 10_000
 
 
 def run(role: Literal["receiver", "sender"], config: Config, *, address_file: Path | None = None) -> int:
@@ -57,6 +60,7 @@ class _TransferDaemon(Daemon):
                 memory = await _look_at(daemon.buffer)
                 gc.collect()
                 gc.freeze()  # a full collection would otherwise stop the loop for milliseconds
+                gc.set_threshold(_YOUNG_OBJECTS_MAX)
                 addresses = _addresses(daemon, section.engine_socket, server)
                 if await self.serve_until_stopped(addresses, **memory):
                     if not await self.drain(daemon.drain, section.drain_timeout_s):

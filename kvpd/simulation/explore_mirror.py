@@ -38,7 +38,9 @@ class _Swapper(Copier):
             return type(value)(swap_text(value)) if type(value) is str else value
         if type(value) is bytes:
             return swap_key(value)
-        if isinstance(value, TransferId | ClaimRequested | SenderSettings):
+        if isinstance(value, TransferId):
+            return value._replace(sender_id=swap_text(value.sender_id))
+        if isinstance(value, ClaimRequested | SenderSettings):
             fields: dict[str, Any] = {f.name: getattr(value, f.name) for f in attrs.fields(type(value))}
             changes: Any = {name: swap_text(text) for name, text in fields.items() if type(text) is str}
             return attrs.evolve(value, **changes)

@@ -128,6 +128,8 @@ def _named(name: str, fields: dict[str, object]) -> str:
 
 
 def _value(value: object) -> str:
+    if isinstance(value, TransferId):
+        return str(value)
     if isinstance(value, tuple):
         shown = ", ".join(_value(item) for item in value[:_LIST_MAX])
         return f"[{shown}{f', … {len(value)} in all' if len(value) > _LIST_MAX else ''}]"
@@ -137,6 +139,6 @@ def _value(value: object) -> str:
         return f"{value:.6g}"
     if isinstance(value, BaseException):
         return repr(str(value))
-    if isinstance(value, msgspec.Struct) or (attrs.has(type(value)) and not isinstance(value, TransferId)):
+    if isinstance(value, msgspec.Struct) or attrs.has(type(value)):
         return f"({words(value)})"
     return str(value)

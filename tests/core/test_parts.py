@@ -164,7 +164,7 @@ def test_the_ledger_admits_in_order_whole_or_not_at_all() -> None:
     assert ledger.admit_next() == A
     assert ledger.admit_next() is None  # C would fit, and must not overtake B
     ledger.audit()
-    ledger.draw(A, b"k", 1)
+    ledger.draw(A, [(b"k", 1)])
     ledger.settle(A)
     assert ledger.admit_next() == B
     with pytest.raises(KeyError):
@@ -188,9 +188,9 @@ def test_more_chunks_than_reserved_cannot_be_drawn() -> None:
     ledger = Ledger(pool)
     ledger.join(A, 1)
     ledger.admit_next()
-    ledger.draw(A, b"k", 1)
+    ledger.draw(A, [(b"k", 1)])
     with pytest.raises(AssertionError, match="more chunks than"):
-        ledger.draw(A, b"l", 1)
+        ledger.draw(A, [(b"l", 1)])
 
 
 def test_a_transfers_name_is_readable_in_logs() -> None:

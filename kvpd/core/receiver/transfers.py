@@ -182,17 +182,15 @@ class TransferBook:
 
     def place(self, transfer: Transfer, batch: Batch) -> None:
         """Give every chunk of an admitted transfer's batch its slot. Never waits: the room is reserved."""
-        indexes, already_sent = [], []
-        for offset, (key, length) in enumerate(zip(batch.keys, batch.lengths, strict=True)):
-            index, is_ready = self.ledger.draw(transfer.id, key, length)
-            transfer.slots[batch.first_chunk + offset] = index
-            transfer.bytes_placed += length
-            if is_ready:
-                already_sent.append(offset)
-            indexes.append(-1 if is_ready else index)
+        chunks = list(zip(batch.keys, batch.lengths, strict=True))
+        drawn = self.ledger.draw(transfer.id, chunks)
+        transfer.slots.update(enumerate([index for index, _ in drawn], batch.first_chunk))
+        transfer.bytes_placed += sum(batch.lengths)
+        already_sent = tuple(offset for offset, (_, is_ready) in enumerate(drawn) if is_ready)
         transfer.ready += len(already_sent)
         transfer.deduplicated += len(already_sent)
-        batch.remote_indexes, batch.already_sent_indexes = tuple(indexes), tuple(already_sent)
+        batch.remote_indexes = tuple([-1 if is_ready else index for index, is_ready in drawn])
+        batch.already_sent_indexes = already_sent
 
     def unwritten(self, transfer: Transfer, rank: int, first_chunk: int, count: int) -> list[int]:
         """The slots in the range that still wait for `rank`: not those that were deduplicated, nor those of a repeat.

@@ -59,6 +59,8 @@ class Ledger:
 
     def next_that_fits(self) -> TransferId | None:
         """Whose turn it is: the head; or, while it does not fit and may be passed, the first behind it that does."""
+        if not self._waiting:  # as after nearly every event
+            return None
         scan = _BYPASS_SCAN_MAX if self._bypassed < self._bypass_max else 1
         for transfer, chunks in itertools.islice(self._waiting.items(), scan):
             if chunks <= self._pool.unreserved:

@@ -63,7 +63,6 @@ class Admission(Peers):
         if self._book.ledger.depth == 0:
             self._waiting_since = now
         self._book.open(transfer)
-        self._timers.set(("allocation", transfer_id), now + self.settings.allocation_timeout_s)
         self._report_of(
             ReportName.TRANSFER_QUEUED,
             transfer,
@@ -113,10 +112,11 @@ class Admission(Peers):
             self._complete_if_ready(transfer, now)
 
     def _tell_waiting(self) -> None:
-        """Whoever asked in this step and must wait is told so, and need not ask again."""
+        """Whoever asked in this step and must wait is told so, and need not ask again. It does not wait for ever."""
         asked, self._unanswered = self._unanswered, None
         if asked is not None and asked[1].state is ReceiverState.QUEUED:
-            session, _, message = asked
+            session, transfer, message = asked
+            self._timers.set(("allocation", transfer.id), transfer.opened_at + self.settings.allocation_timeout_s)
             self._ack(session, message)
 
     def _batch(self, session: Session, transfer: Transfer, message: AllocRequest, now: float) -> None:

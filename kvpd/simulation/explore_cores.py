@@ -52,12 +52,8 @@ NEAR: Final = 5.0  # seconds: a repeat is due, nothing is given up
 FAR: Final = 1e6  # everything is due
 
 # Values that hold nothing that changes: shared between states. The cores' only frozen sets are of ranks.
-_SHARED: Final = frozenset(
-    {
-        *(int, str, bytes, bool, type(None), float, frozenset),
-        *(TransferId, ClaimRequested, StagedSlot, SenderSettings, ReceiverSettings),
-    }
-)
+_BUILT_IN: Final = frozenset({int, str, bytes, bool, type(None), float, frozenset})
+_SHARED: Final = _BUILT_IN | {TransferId, ClaimRequested, StagedSlot, SenderSettings, ReceiverSettings}
 
 
 class Moment(float):

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,6 +104,25 @@ def test_a_line_is_one_json_object_with_the_agreed_fields(log_file: BinaryIO) ->
         "slots": 3,
         "queued_s": 0.2,
     }
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [
+        (1_700_000_000_000_005_999, "2023-11-14T22:13:20.000005Z"),
+        (1_700_000_000_999_999_999, "2023-11-14T22:13:20.999999Z"),
+        (1_700_000_001_000_000_000, "2023-11-14T22:13:21.000000Z"),
+        (1_709_251_199_500_000_000, "2024-02-29T23:59:59.500000Z"),
+    ],
+)
+def test_a_lines_time_is_utc_to_the_microsecond(
+    log_file: BinaryIO, monkeypatch: pytest.MonkeyPatch, nanoseconds: int, text: str
+) -> None:
+    """Lines are put in order by it: a digit that is missing makes a later line an earlier one."""
+    monkeypatch.setattr(time, "time_ns", lambda: nanoseconds)
+    with start_logging(LogConfig(), "receiver", "r", log_file):
+        get_logger().info("timed")
+    assert lines_of(log_file)[0]["@timestamp"] == text
 
 
 def test_bound_fields_go_with_the_logger_they_were_bound_to(log_file: BinaryIO) -> None:
